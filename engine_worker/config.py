@@ -1,0 +1,42 @@
+"""The worker's settings, as the engine process gets them. stdlib only, so every layer may import it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class EngineConfig:
+    """One worker's engine. Sizes in bytes or tokens as the names say; None means "choose for me".
+
+    model             a folder, a hub id, a .gguf file, or "demo"
+    dtype             auto, float32, bfloat16 or float16
+    device            auto, cpu or cuda
+    load_format       auto (weights from the checkpoint) or dummy (random weights from the config alone)
+    kv_cache_memory   bytes for KV blocks; None takes `memory_fraction` of what is free
+    max_num_seqs      sequences running at once
+    max_num_batched_tokens
+                      tokens a step may compute (the chunk budget of prefill)
+    attention_backend auto, reference or cpu (cuda kernels later, behind the same interface)
+    num_threads       torch threads; None shares the machine's cores out
+    kv_events_endpoint
+                      ZMQ endpoint to publish KV events on ("" publishes none); the replay socket is one port above
+    """
+
+    model: str
+    dtype: str = "auto"
+    device: str = "auto"
+    load_format: str = "auto"
+    block_size: int = 16
+    kv_cache_memory: int | None = None
+    memory_fraction: float = 0.5
+    max_model_len: int | None = None
+    max_num_seqs: int = 64
+    max_num_batched_tokens: int = 512
+    enable_prefix_caching: bool = True
+    attention_backend: str = "auto"
+    num_threads: int | None = None
+    seed: int = 0
+    trust_remote_code: bool = False
+    kv_events_endpoint: str = ""
+    self_test: bool = True

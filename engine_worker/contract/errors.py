@@ -1,0 +1,52 @@
+"""The one error shape of the OpenAI API, shared by the worker and the gateway.
+
+`{"error": {"message", "type", "param", "code"}}`: all four keys always, `param` and `code` a string or null.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class ApiError(Exception):
+    """An error with the status and body that the client gets. The message says what is wrong and how to mend it."""
+
+    def __init__(
+        self,
+        status: int,
+        message: str,
+        *,
+        type: str = "",
+        param: str | None = None,
+        code: str | None = None,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.status = status
+        self.message = message
+        self.type = type or default_type(status)
+        self.param = param
+        self.code = code
+        self.retry_after_s = retry_after_s
+
+    def body(self) -> bytes:
+        return error_body(self.message, self.type, self.param, self.code)
+
+
+def default_type(status: int) -> str:
+    """OpenAI's error type for a status."""
+    match status:
+        case 401:
+            return "authentication_error"
+        case 403:
+            return "permission_error"
+        case 429:
+            return "rate_limit_error"
+        case _ if status >= 500:
+            return "server_error"
+        case _:
+            return "invalid_request_error"
+
+
+def error_body(message: str, type: str, param: str | None = None, code: str | None = None) -> bytes:
+    return msgspec.json.encode({"error": {"message": message, "type": type, "param": param, "code": code}})

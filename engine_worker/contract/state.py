@@ -1,0 +1,57 @@
+"""What a worker tells the gateway about itself: GET /internal/state and GET /internal/tokenizer, as JSON.
+
+The gateway polls the state (it answers while the model loads, too); the tokenizer it fetches once an incarnation.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+WorkerStatus = Literal["loading", "ready", "draining", "failed"]
+
+
+class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
+    """A worker's load and identity at one moment.
+
+    incarnation           random id of this engine process's life: another value means an empty cache
+    num_blocks            KV blocks in all; `num_free_blocks` of them are held by no request (cached ones included),
+                          `num_cached_blocks` carry a reusable prefix
+    queued_prefill_tokens uncached prompt tokens of waiting and running requests not computed yet
+    kv_events_endpoint    where KV events are published ("" for nowhere); `kv_events_replay_endpoint` replays them
+    """
+
+    status: WorkerStatus
+    incarnation: str
+    version: str
+    model: str
+    served_models: list[str] = []
+    tokenizer_fingerprint: str = ""
+    dtype: str = ""
+    device: str = ""
+    max_model_len: int = 0
+    block_size: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0
+    num_running: int = 0
+    num_waiting: int = 0
+    queued_prefill_tokens: int = 0
+    num_preemptions: int = 0
+    kv_events_endpoint: str = ""
+    kv_events_replay_endpoint: str = ""
+    detail: str = ""
+
+
+class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
+    """All that is needed to render a chat and tokenize it as the worker does. `tokenizer_json` is tokenizers' format.
+
+    `special_tokens` holds the names that chat templates use (bos_token, eos_token, pad_token, unk_token, ...).
+    """
+
+    fingerprint: str
+    tokenizer_json: str
+    chat_template: str | None
+    special_tokens: dict[str, str]
+    max_model_len: int

@@ -1,0 +1,157 @@
+"""The nouns of the engine's core: requests, sampling parameters, and a step's plan and result, as plain data.
+
+One rule drives everything (vLLM v1's): there is no prefill phase and no decode phase. A request has tokens (prompt,
+output and, later, speculated ones) and `num_computed`, how many of them have their keys and values in the cache. Each
+step computes some more. Chunked prefill, prefix hits, preemption and resume are all values of that one counter.
+
+The scheduler plans a step as data, the runner executes it, the scheduler commits the result. The runner reads requests
+through the plan and never changes them. Nothing here imports torch, a clock or I/O.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NewType
+
+BlockId = NewType("BlockId", int)
+BlockHash = NewType("BlockHash", bytes)  # SHA-256 over parent hash and token ids; see core/block_pool.py
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class SamplingParams:
+    """How output tokens are chosen and when to stop, for one sequence. Already validated (serving does that).
+
+    `temperature` 0 is greedy. `top_k` 0 and `top_p` 1 are off. `num_logprobs` None means no logprobs; k means the
+    sampled token's and the k likeliest ones'. `stop_token_ids` ends the sequence unless `ignore_eos` is set for ids in
+    the model's EOS set; `min_tokens` forbids all of them until that many tokens were made. Stop strings live in the
+    detokenizer, not here.
+    """
+
+    max_tokens: int
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    stop_token_ids: tuple[int, ...] = ()
+    min_tokens: int = 0
+    ignore_eos: bool = False
+    num_logprobs: int | None = None
+
+
+class RequestStatus(StrEnum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    FINISHED = "finished"
+
+
+class FinishReason(StrEnum):
+    """STOP: an EOS or stop token. LENGTH: max_tokens or the model's length. ABORT: cancelled. ERROR: it failed alone."""
+
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class Request:
+    """One sequence inside the engine (the n choices of an API request are n of these).
+
+    num_computed      tokens whose KV is in the cache blocks of `block_ids`; the only progress counter
+    num_cached_tokens prompt tokens that the first admission found in the prefix cache; None before it. A resume after
+                      preemption does not change it
+    leader_id         a sibling (another of the n choices) whose prompt must be computed first, so that this one finds
+                      the prompt's blocks in the cache
+    """
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    params: SamplingParams
+    arrival_s: float
+    salt: str = ""
+    priority: int = 0
+    leader_id: str | None = None
+    output_ids: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_cached_tokens: int | None = None
+    block_ids: list[BlockId] = field(default_factory=list)
+    status: RequestStatus = RequestStatus.WAITING
+    num_preemptions: int = 0
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_ids) + len(self.output_ids)
+
+    def token_ids(self, start: int, end: int) -> list[int]:
+        """Ids of positions start..end-1, prompt first, then output."""
+        num_prompt = len(self.prompt_ids)
+        if end <= num_prompt:
+            return list(self.prompt_ids[start:end])
+        if start >= num_prompt:
+            return self.output_ids[start - num_prompt : end - num_prompt]
+        return [*self.prompt_ids[start:], *self.output_ids[: end - num_prompt]]
+
+
+@dataclass(frozen=True, slots=True)
+class Segment:
+    """One request's share of a step: compute positions start .. start + len(token_ids) - 1.
+
+    `block_ids` covers every position up to the segment's end: position p lives in block block_ids[p // block_size] at
+    offset p % block_size. `sample` asks for one token from the last position's logits.
+    """
+
+    request: Request
+    start: int
+    token_ids: tuple[int, ...]
+    block_ids: tuple[BlockId, ...]
+    sample: bool
+
+    @property
+    def end(self) -> int:
+        return self.start + len(self.token_ids)
+
+
+@dataclass(frozen=True, slots=True)
+class StepPlan:
+    """What the runner does in one step. Empty `segments` means there is nothing to run."""
+
+    segments: tuple[Segment, ...]
+    preempted: tuple[str, ...] = ()
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(len(segment.token_ids) for segment in self.segments)
+
+
+@dataclass(frozen=True, slots=True)
+class SampledToken:
+    """One sampled token. Logprobs are of the raw model distribution (log-softmax of the unmodified logits)."""
+
+    token_id: int
+    logprob: float | None = None
+    top_logprobs: tuple[tuple[int, float], ...] = ()  # (token id, logprob), likeliest first
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """The runner's answer: a token for every segment with `sample`, except for requests that failed alone."""
+
+    sampled: dict[str, SampledToken]
+    failed: dict[str, str] = field(default_factory=dict)  # request id -> one sentence
+
+
+@dataclass(frozen=True, slots=True)
+class RequestUpdate:
+    """What a committed step means for one request, to be sent to whoever waits for it."""
+
+    request_id: str
+    token: SampledToken | None
+    finish_reason: FinishReason | None
+    num_cached_tokens: int
+    error: str | None = None

@@ -1,0 +1,147 @@
+"""Everything that can happen to a fleet, as frozen data. FleetState applies them; nothing else changes its state.
+
+`at` is the driver's monotonic clock in seconds (the simulator's or the gateway's). A request that was dispatched holds
+exactly one lease, named by its request id, until Finished or Failed; a failover is Failed and then Dispatched again.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+from policies.types import BlockKey, KeySpace, PrefixChain, ReplicaId, ReplicaStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Joined:
+    """A replica is known. `num_blocks` is its KV capacity in blocks of `block_tokens` (0 when unknown)."""
+
+    at: float
+    replica_id: ReplicaId
+    incarnation: str
+    models: frozenset[str]
+    key_space: KeySpace
+    block_tokens: int
+    num_blocks: int = 0
+    status: ReplicaStatus = ReplicaStatus.READY
+
+
+@dataclass(frozen=True, slots=True)
+class Left:
+    at: float
+    replica_id: ReplicaId
+
+
+@dataclass(frozen=True, slots=True)
+class Restarted:
+    """The same address answers as another process: its cache is empty and its old requests are gone."""
+
+    at: float
+    replica_id: ReplicaId
+    incarnation: str
+    num_blocks: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class StatusChanged:
+    at: float
+    replica_id: ReplicaId
+    status: ReplicaStatus
+
+
+@dataclass(frozen=True, slots=True)
+class Dispatched:
+    at: float
+    replica_id: ReplicaId
+    request_id: str
+    chain: PrefixChain
+    matched_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class FirstToken:
+    """The first output token arrived. `cached_tokens` is what the replica said it reused, where it says so."""
+
+    at: float
+    replica_id: ReplicaId
+    request_id: str
+    cached_tokens: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    at: float
+    replica_id: ReplicaId
+    request_id: str
+    num_output_tokens: int
+    cached_tokens: int | None = None
+    num_prompt_tokens: int | None = None
+
+
+class FailureKind(StrEnum):
+    """How a dispatched request ended without finishing. CANCELLED (by the client) says nothing about the replica."""
+
+    CONNECT = "connect"
+    REJECTED = "rejected"
+    TIMEOUT = "timeout"
+    BROKEN = "broken"
+    CANCELLED = "cancelled"
+
+
+@dataclass(frozen=True, slots=True)
+class Failed:
+    at: float
+    replica_id: ReplicaId
+    request_id: str
+    kind: FailureKind
+
+
+@dataclass(frozen=True, slots=True)
+class StatsReported:
+    """A replica's own count of its load, from its state endpoint or its metrics. None: it does not say."""
+
+    at: float
+    replica_id: ReplicaId
+    num_running: int
+    num_waiting: int
+    kv_usage: float
+    queued_prefill_tokens: int | None = None
+    num_blocks: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksStored:
+    """Confirmed by the replica's KV events: it holds these keys (root side first)."""
+
+    at: float
+    replica_id: ReplicaId
+    keys: tuple[BlockKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksRemoved:
+    at: float
+    replica_id: ReplicaId
+    keys: tuple[BlockKey, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class BlocksCleared:
+    at: float
+    replica_id: ReplicaId
+
+
+Event = (
+    Joined
+    | Left
+    | Restarted
+    | StatusChanged
+    | Dispatched
+    | FirstToken
+    | Finished
+    | Failed
+    | StatsReported
+    | BlocksStored
+    | BlocksRemoved
+    | BlocksCleared
+)

@@ -1,0 +1,147 @@
+"""What a routing policy sees and what it answers.
+
+A policy is a pure function of (request, fleet snapshot, rng) to a decision: no clock, no I/O, no global randomness.
+The gateway and the simulator drive the same policies with these types, so nothing here knows about HTTP.
+
+A prompt is known to the router as a *chain* of block keys: key i names the whole prefix up to and including block i,
+so equal keys mean equal prefixes and a replica that holds key i holds every earlier block of the chain too. Replicas
+of one model may cut prompts differently (block size, tokenizer at hand or not): each cut is a *key space*, and a
+request carries one chain for every key space in its fleet.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from enum import StrEnum
+from typing import NewType, Protocol
+
+ReplicaId = NewType("ReplicaId", str)
+BlockKey = NewType("BlockKey", int)  # xxh3_128 of (parent key, block); see DESIGN.md, Block keys
+KeySpace = NewType("KeySpace", str)  # tokenizer fingerprint and block size, or a text-mode cut
+
+
+class ReplicaStatus(StrEnum):
+    """Whether a replica may be given new requests. Only READY ones appear in a snapshot."""
+
+    LOADING = "loading"
+    READY = "ready"
+    DRAINING = "draining"
+    DOWN = "down"
+
+
+@dataclass(frozen=True, slots=True)
+class PrefixChain:
+    """A prompt cut into blocks, root first. Only full blocks have keys; `num_tokens` counts the tail too.
+
+    In text mode `block_tokens` and `num_tokens` are estimates (characters over a mean token length).
+    """
+
+    keys: tuple[BlockKey, ...]
+    block_tokens: int
+    num_tokens: int
+
+
+@dataclass(frozen=True, slots=True)
+class RouteRequest:
+    """One request as the router sees it. `excluded` names replicas that already failed it."""
+
+    request_id: str
+    model: str
+    num_tokens: int
+    chains: Mapping[KeySpace, PrefixChain] = field(default_factory=dict)
+    max_output_tokens: int | None = None
+    session: str | None = None
+    tenant: str = ""
+    priority: int = 0
+    excluded: frozenset[ReplicaId] = frozenset()
+
+
+@dataclass(frozen=True, slots=True)
+class Rates:
+    """A replica's speed as learned online (seconds).
+
+    Prefill of n uncached tokens after c cached ones takes `base_s + linear_s * n + quadratic_s * n * (c + n / 2)`;
+    one decode step takes about `decode_step_s`. `num_observations` of 0 means these are the defaults.
+    """
+
+    base_s: float
+    linear_s: float
+    quadratic_s: float
+    decode_step_s: float
+    num_observations: int = 0
+
+    def prefill_s(self, num_uncached: int, num_cached: int) -> float:
+        """Expected seconds to prefill `num_uncached` tokens behind `num_cached` ones that are already in the cache."""
+        attended = num_uncached * (num_cached + num_uncached / 2)
+        return self.base_s + self.linear_s * num_uncached + self.quadratic_s * attended
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaView:
+    """One routable replica, seen for one request at one moment.
+
+    matched_tokens   expected cached tokens of this request here (at most num_tokens - 1)
+    queued_prefill_tokens, queued_prefill_s
+                     uncached prompt tokens dispatched here with no first token yet, and the seconds that they are
+                     expected to take still (the fluid work clock W of the cost model)
+    num_waiting      requests dispatched here with no first token yet
+    num_running      requests here past their first token
+    kv_usage         share of KV blocks held by running requests, 0 to 1
+    """
+
+    replica_id: ReplicaId
+    incarnation: str
+    num_tokens: int
+    matched_tokens: int
+    queued_prefill_tokens: int
+    queued_prefill_s: float
+    num_waiting: int
+    num_running: int
+    kv_usage: float
+    rates: Rates
+
+    @property
+    def num_in_flight(self) -> int:
+        return self.num_waiting + self.num_running
+
+
+@dataclass(frozen=True, slots=True)
+class FleetSnapshot:
+    """The routable replicas for one request, in a stable order (by id). `sequence` counts decisions so far."""
+
+    now: float
+    sequence: int
+    replicas: tuple[ReplicaView, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Score:
+    """One replica's total and the terms it is the sum of, in seconds where the policy is in seconds."""
+
+    replica_id: ReplicaId
+    total: float
+    terms: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """Where a request goes and why. `reason` is one short word for the metrics' label."""
+
+    replica_id: ReplicaId
+    policy: str
+    reason: str
+    matched_tokens: int
+    num_tokens: int
+    expected_ttft_s: float
+    scores: tuple[Score, ...] = ()
+
+
+class Policy(Protocol):
+    """A routing rule. `fleet.replicas` is never empty when `choose` is called."""
+
+    @property
+    def name(self) -> str: ...
+
+    def choose(self, request: RouteRequest, fleet: FleetSnapshot, rng: random.Random) -> Decision: ...
