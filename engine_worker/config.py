@@ -40,3 +40,30 @@ class EngineConfig:
     trust_remote_code: bool = False
     kv_events_endpoint: str = ""
     self_test: bool = True
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ModelInfo:
+    """What a loaded model turned out to be.
+
+    cache_root    bytes that every block hash chain starts from: model, weights, dtype and KV format
+    num_blocks    KV blocks of `block_size` tokens that fit, each `kv_block_bytes` large over all layers
+    detail        one line for the start-up log: self-test result, what was converted, what was shrunk
+    """
+
+    model: str
+    architecture: str
+    vocab_size: int
+    eos_token_ids: tuple[int, ...]
+    max_model_len: int
+    num_layers: int
+    block_size: int
+    num_blocks: int
+    kv_block_bytes: int
+    weight_bytes: int
+    dtype: str
+    device: str
+    attention_backend: str
+    num_threads: int
+    cache_root: bytes
+    detail: str = ""

@@ -51,7 +51,7 @@ class RequestStatus(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """STOP: an EOS or stop token. LENGTH: max_tokens or the model's length. ABORT: cancelled. ERROR: it failed alone."""
+    """STOP: an EOS or stop token. LENGTH: max_tokens or model length. ABORT: cancelled. ERROR: it failed alone."""
 
     STOP = "stop"
     LENGTH = "length"
