@@ -1,0 +1,7 @@
+"""What can go wrong between a model and this worker. Every message is a sentence for the operator: what, and how to mend it."""
+
+from __future__ import annotations
+
+
+class ModelError(Exception):
+    """The model can't be loaded or served here. The message says why and what to do instead."""
