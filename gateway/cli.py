@@ -1,0 +1,122 @@
+"""The command `warmgate`. Heavy modules are imported by the command that needs them, so that `--help` answers at once.
+
+The worker and the load tools are other processes: they are started, never imported, so no import crosses the house's
+import table (torch never reaches the gateway).
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import typer
+
+if TYPE_CHECKING:
+    from gateway.config import GatewaySettings
+
+PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
+
+app = typer.Typer(
+    name="warmgate",
+    no_args_is_help=True,
+    add_completion=False,
+    pretty_exceptions_enable=False,
+    help="A cache-aware LLM gateway: each request goes to the replica that holds its prefix warm.",
+)
+
+
+class UserError(Exception):
+    """The user's mistake: shown as one sentence, without a traceback."""
+
+
+@app.command()
+def serve(
+    replica: Annotated[list[str] | None, typer.Option(help="A replica's base URL; repeat it for each.")] = None,
+    policy: Annotated[str | None, typer.Option(help="warm, round_robin or least_loaded.")] = None,
+    host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
+    port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
+    config: Annotated[Path | None, typer.Option(help="A YAML file of settings; flags win over it.")] = None,
+) -> None:
+    """Run the gateway in front of replicas that are there already."""
+    flags = {"replicas": replica, "policy": policy, "host": host, "port": port}
+    settings = _settings(config, {name: value for name, value in flags.items() if value is not None})
+    from gateway.server import run
+
+    raise typer.Exit(run(settings))
+
+
+def _settings(config: Path | None, flags: dict[str, object]) -> GatewaySettings:
+    from gateway.config import ConfigError, load_settings
+
+    try:
+        return load_settings(config, flags)
+    except ConfigError as error:
+        raise UserError(str(error)) from None
+
+
+@app.command(context_settings={**PASS_ON, "help_option_names": []}, add_help_option=False)
+def worker(context: typer.Context) -> None:
+    """Run one worker: a model behind OpenAI's API. Its own options: warmgate worker --help."""
+    _become("engine_worker", context.args)
+
+
+@app.command(context_settings=PASS_ON)
+def up(
+    context: typer.Context,
+    model: Annotated[str, typer.Option(help="A folder, a .gguf file, a hub id, or demo.")] = "demo",
+    workers: Annotated[int, typer.Option(min=1, help="How many workers.")] = 2,
+    host: Annotated[str, typer.Option(help="Address of the gateway.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the gateway.")] = 8000,
+    worker_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the first worker.")] = 8101,
+    policy: Annotated[str, typer.Option(help="How requests are routed.")] = "warm",
+    gateway_config: Annotated[Path | None, typer.Option(help="A YAML file of settings for the gateway.")] = None,
+) -> None:
+    """Bring up a gateway and its workers on this machine, and keep them up. Further options go to the workers."""
+    from gateway.supervise.plan import UpOptions
+    from gateway.supervise.run import up as bring_up
+
+    options = UpOptions(
+        model=model,
+        num_workers=workers,
+        host=host,
+        port=port,
+        worker_port=worker_port,
+        policy=policy,
+        worker_args=tuple(context.args),
+        gateway_args=("--config", str(gateway_config)) if gateway_config else (),
+    )
+    raise typer.Exit(bring_up(options))
+
+
+@app.command(context_settings={**PASS_ON, "help_option_names": []}, add_help_option=False)
+def demo(context: typer.Context) -> None:
+    """Compare round_robin with warm on the demo model, side by side."""
+    _become("loadtest.demo", context.args)
+
+
+@app.command()
+def version() -> None:
+    """Print the version."""
+    from importlib.metadata import version as installed
+
+    print(f"warmgate {installed('warmgate')}")
+
+
+def _become(module: str, arguments: list[str]) -> None:
+    """Replaces this process, so that signals, the terminal and the exit status are the started command's own."""
+    sys.stdout.flush()
+    os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
+
+
+def main() -> None:
+    try:
+        app()
+    except UserError as error:
+        print(f"warmgate: {error}", file=sys.stderr)
+        sys.exit(2)
+
+
+if __name__ == "__main__":
+    main()
