@@ -10,6 +10,7 @@ through the plan and never changes them. Nothing here imports torch, a clock or 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NewType
@@ -67,7 +68,8 @@ class Request:
     num_cached_tokens prompt tokens that the first admission found in the prefix cache; None before it. A resume after
                       preemption does not change it
     leader_id         a sibling (another of the n choices) whose prompt must be computed first, so that this one finds
-                      the prompt's blocks in the cache
+                      the prompt's blocks in the cache. Add the leader before its followers
+    first_planned_s   the `now` of the first plan that computed some of it; None before (its time in the queue)
     """
 
     request_id: str
@@ -83,6 +85,7 @@ class Request:
     block_ids: list[BlockId] = field(default_factory=list)
     status: RequestStatus = RequestStatus.WAITING
     num_preemptions: int = 0
+    first_planned_s: float | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -103,13 +106,15 @@ class Segment:
     """One request's share of a step: compute positions start .. start + len(token_ids) - 1.
 
     `block_ids` covers every position up to the segment's end: position p lives in block block_ids[p // block_size] at
-    offset p % block_size. `sample` asks for one token from the last position's logits.
+    offset p % block_size. It is a read-only view of a growing list, not a copy: entries up to the segment's end stay as
+    they are as long as the segment is used, and more may follow them. `sample` asks for one token from the last
+    position's logits.
     """
 
     request: Request
     start: int
     token_ids: tuple[int, ...]
-    block_ids: tuple[BlockId, ...]
+    block_ids: Sequence[BlockId]
     sample: bool
 
     @property

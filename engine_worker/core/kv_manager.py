@@ -1,0 +1,240 @@
+"""The paged KV cache seen by the scheduler: block tables, prefix hits, and the events about them.
+
+The manager owns the block pool and the block table of every request that was admitted (`Request.block_ids`). A
+request's life here::
+
+    lookup   the longest cached prefix, without changing anything
+    admit    takes that prefix's blocks, so num_computed starts behind them
+    allocate blocks for the positions that the coming step computes
+    commit   the step ran: num_computed advances, and full blocks become reusable under their hash
+    free     drops the table (preempted); forget: also the remembered hashes (finished)
+
+Two rules keep hits true. A hit covers at most num_tokens - 1 tokens, so the last one is always computed and gives
+logits. A block gets its hash only in `commit`, after its KV was computed. Output tokens are hashed like prompt tokens,
+so the next turn of a conversation hits the answer, too.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+from engine_worker.core import block_pool
+from engine_worker.core.block_pool import BlockPool, Registered
+from engine_worker.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KVEvent
+from engine_worker.core.types import BlockHash, BlockId, Request
+
+
+@dataclass(slots=True)
+class _Chain:
+    """What a request's full blocks are called. Hashes are made once and kept while the request lives.
+
+    `num_registered` leading blocks of the table have their hash in the pool. `caching` is off once the prefix of this
+    table can't be named any more (a collision, or a reset of the cache), until the table is dropped.
+    """
+
+    root: BlockHash
+    hashes: list[BlockHash]
+    token_ids: list[tuple[int, ...]]
+    num_registered: int = 0
+    caching: bool = True
+
+    def parent(self, index: int) -> BlockHash:
+        return self.hashes[index - 1] if index else self.root
+
+
+class KVCacheManager:
+    """`num_blocks` blocks of `block_size` tokens. `cache_root` names model, weights, dtype and KV format.
+
+    With `enable_prefix_caching` off nothing is ever a hit and there are no events. `enable_kv_events` off keeps none;
+    otherwise whoever drives this must take them regularly.
+
+    prefix_cache_queries, prefix_cache_hits
+                    tokens looked up at first admissions, and those of them that were found (cumulative)
+    """
+
+    def __init__(
+        self,
+        num_blocks: int,
+        block_size: int,
+        cache_root: bytes,
+        enable_prefix_caching: bool = True,
+        enable_kv_events: bool = True,
+    ) -> None:
+        if block_size < 1:
+            raise ValueError(f"block_size must be at least 1, not {block_size}")
+        self.block_size = block_size
+        self.enable_prefix_caching = enable_prefix_caching
+        self.prefix_cache_queries = 0
+        self.prefix_cache_hits = 0
+        self._pool = BlockPool(num_blocks)
+        self._cache_root = cache_root
+        self._record = enable_prefix_caching and enable_kv_events
+        self._chains: dict[str, _Chain] = {}
+        self._events: list[KVEvent] = []
+
+    @property
+    def num_blocks(self) -> int:
+        return self._pool.num_blocks
+
+    @property
+    def num_free_blocks(self) -> int:
+        """Blocks in no table, those with a cached prefix included."""
+        return self._pool.num_free
+
+    @property
+    def num_cached_blocks(self) -> int:
+        return self._pool.num_cached
+
+    def num_blocks_for(self, num_tokens: int) -> int:
+        """Blocks that `num_tokens` positions take."""
+        return -(-num_tokens // self.block_size)
+
+    def most_cacheable(self, num_tokens: int) -> int:
+        """The longest hit, in tokens, that a sequence of `num_tokens` could have."""
+        return (num_tokens - 1) // self.block_size * self.block_size if self.enable_prefix_caching else 0
+
+    def lookup(self, request: Request) -> list[BlockId]:
+        """The cached blocks of the request's longest cached prefix, first to last. Changes nothing but its hashes."""
+        hit: list[BlockId] = []
+        if not self.enable_prefix_caching:
+            return hit
+        chain = self._chain(request)
+        for i in range((request.num_tokens - 1) // self.block_size):
+            self._extend(chain, request, i + 1)
+            block_id = self._pool.find(chain.hashes[i], chain.parent(i), chain.token_ids[i])
+            if block_id is None:
+                break
+            hit.append(block_id)
+        return hit
+
+    def num_blocks_missing(self, request: Request, hit: list[BlockId]) -> int:
+        """Free blocks that holding all of the request's tokens would use up, given `hit` from `lookup`."""
+        num_held = sum(not self._pool.is_free(block_id) for block_id in hit)
+        return self.num_blocks_for(request.num_tokens) - num_held
+
+    def admit(self, request: Request, hit: list[BlockId]) -> None:
+        """Starts the table with `hit`. Sets block_ids, num_computed and, the first time, num_cached_tokens."""
+        assert not request.block_ids, f"{request.request_id} has a block table already"
+        self._pool.take(hit)
+        request.block_ids = hit
+        request.num_computed = len(hit) * self.block_size
+        if self.enable_prefix_caching:
+            chain = self._chain(request)
+            chain.num_registered, chain.caching = len(hit), True
+        if request.num_cached_tokens is None:
+            request.num_cached_tokens = request.num_computed
+            self.prefix_cache_queries += request.num_tokens
+            self.prefix_cache_hits += request.num_computed
+
+    def num_tokens_allocatable(self, request: Request) -> int:
+        """How many positions behind num_computed could get a slot now, without freeing anything."""
+        return (len(request.block_ids) + self._pool.num_free) * self.block_size - request.num_computed
+
+    def allocate(self, request: Request, end: int) -> bool:
+        """Grows the table to cover positions 0 to end - 1; False, and no change, when too few blocks are free."""
+        num_new = self.num_blocks_for(end) - len(request.block_ids)
+        if num_new <= 0:
+            return True
+        if num_new > self._pool.num_free:
+            return False
+        block_ids, evicted = self._pool.allocate(num_new)
+        request.block_ids.extend(block_ids)
+        if evicted and self._record:
+            self._events.append(BlocksRemoved(tuple(evicted)))
+        return True
+
+    def commit(self, request: Request, end: int) -> None:
+        """Positions num_computed to end - 1 were computed: advances num_computed and names the blocks now full."""
+        assert request.num_computed < end <= request.num_tokens
+        request.num_computed = end
+        if self.enable_prefix_caching:
+            chain = self._chains[request.request_id]
+            if end // self.block_size > chain.num_registered and chain.caching:
+                self._register(chain, request, end // self.block_size)
+
+    def free(self, request: Request) -> None:
+        """Drops the table and sets num_computed to 0. Cached blocks stay reusable until they are handed out.
+
+        The list that plans may still point to is left as it is; the request gets a new one.
+        """
+        self._pool.free(request.block_ids)
+        request.block_ids = []
+        request.num_computed = 0
+
+    def forget(self, request: Request) -> None:
+        """Forgets the hashes of a request that is over (or was never admitted)."""
+        assert not request.block_ids
+        self._chains.pop(request.request_id, None)
+
+    def reset(self) -> None:
+        """Empties the prefix cache. Running requests keep their blocks, which nobody will hit."""
+        self._pool.clear_cache()
+        for chain in self._chains.values():
+            chain.caching = False  # `admit` turns it on again for a new table
+        if self._record:
+            self._events.append(AllBlocksCleared())
+
+    def take_events(self) -> list[KVEvent]:
+        """Events since the last call, in the order in which they happened."""
+        events, self._events = self._events, []
+        return events
+
+    def _chain(self, request: Request) -> _Chain:
+        chain = self._chains.get(request.request_id)
+        if chain is None:
+            chain = _Chain(block_pool.root_hash(self._cache_root, request.salt), [], [])
+            self._chains[request.request_id] = chain
+        return chain
+
+    def _extend(self, chain: _Chain, request: Request, num_blocks: int) -> None:
+        """Names the request's first `num_blocks` full blocks, as far as they have no name yet."""
+        for i in range(len(chain.hashes), num_blocks):
+            token_ids = tuple(request.token_ids(i * self.block_size, (i + 1) * self.block_size))
+            chain.hashes.append(block_pool.hash_block(chain.parent(i), token_ids))
+            chain.token_ids.append(token_ids)
+
+    def _register(self, chain: _Chain, request: Request, num_full: int) -> None:
+        """Registers the table's blocks up to `num_full`; a run of new ones becomes one event."""
+        self._extend(chain, request, num_full)
+        first_new: int | None = None
+        index = chain.num_registered
+        while index < num_full:
+            names = chain.hashes[index], chain.parent(index), chain.token_ids[index]
+            outcome = self._pool.register(request.block_ids[index], *names, is_first=index == 0)
+            if outcome is Registered.COLLISION:
+                chain.caching = False
+                break
+            if outcome is Registered.NEW and first_new is None:
+                first_new = index
+            elif outcome is Registered.DUPLICATE and first_new is not None:
+                self._stored(chain, request, first_new, index)
+                first_new = None
+            index += 1
+        chain.num_registered = index
+        if first_new is not None:
+            self._stored(chain, request, first_new, index)
+
+    def _stored(self, chain: _Chain, request: Request, start: int, end: int) -> None:
+        if not self._record:
+            return
+        event = BlocksStored(
+            block_hashes=tuple(chain.hashes[start:end]),
+            parent_block_hash=chain.hashes[start - 1] if start else None,
+            token_ids=tuple(token_id for ids in chain.token_ids[start:end] for token_id in ids),
+            block_size=self.block_size,
+            salt=request.salt,
+        )
+        self._events.append(event)
+
+    def check_invariants(self, requests: Iterable[Request]) -> None:
+        """Asserts that tables, pool and hashes agree. `requests` are all that are waiting or running. O(pool)."""
+        requests = list(requests)
+        self._pool.check_invariants([request.block_ids for request in requests])
+        assert self._chains.keys() <= {request.request_id for request in requests}, "hashes of a request that is over"
+        for request in requests:
+            covered = len(request.block_ids) * self.block_size
+            assert request.num_computed <= covered, f"{request.request_id}: more computed than its table covers"
+            chain = self._chains.get(request.request_id)
+            if chain is not None and request.block_ids and chain.caching:
+                assert chain.num_registered == request.num_computed // self.block_size

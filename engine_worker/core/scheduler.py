@@ -1,0 +1,302 @@
+"""Continuous batching: what each step computes, decided as data (`plan`) and accounted for afterwards (`commit`).
+
+One rule (vLLM v1's): every request has tokens and `num_computed`, how many of them have KV in the cache; each step
+moves `num_computed` towards `num_tokens`, and a request whose last token was computed gets a new one sampled. A request
+with one token missing decodes; one with more missing prefills, in chunks that share steps with the decodes of others.
+Hits, chunks, preemption and resume are values of the counter, so there is no phase to get out of step.
+
+A plan, in this order, within `max_num_batched_tokens`:
+
+1. decodes, one token each;
+2. prefills that are under way;
+3. admissions, first come first served by (priority, arrival), while all of the request's tokens fit beside what the
+   running ones have yet to store and one more block for each of them. A follower (n > 1) is passed over until its
+   leader's prompt is computed.
+
+When a decode or a prefill finds no free block, the last in the order of (priority, arrival) is preempted: its blocks
+are freed (and stay cached until handed out), it waits at its old place and is recomputed later, sampled tokens
+included. Nobody is preempted for a request that comes after it: that one stalls instead and keeps its blocks. So the
+first in the order always advances: alone it finds all blocks free, and `add` refused what could not fit alone.
+
+Why plan and commit are apart. The caller runs the plan in between, and anything may be cancelled or added meanwhile; a
+result is applied only to a request that is still running. Nothing in a plan depends on the step's result. A later
+asynchronous loop plans step N + 1 before it commits N, with tokens in flight counted beside num_computed; speculation
+lets num_tokens contain drafts and moves num_computed by what was accepted. Both leave the rule as it is.
+"""
+
+from __future__ import annotations
+
+from bisect import insort
+from dataclasses import dataclass, field
+
+from engine_worker.core.events import KVEvent
+from engine_worker.core.finish import finish_reason
+from engine_worker.core.kv_manager import KVCacheManager
+from engine_worker.core.limits import RequestTooLarge, SchedulerConfig, SchedulerStats, refuse_too_large
+from engine_worker.core.types import (
+    FinishReason,
+    Request,
+    RequestStatus,
+    RequestUpdate,
+    SampledToken,
+    Segment,
+    StepPlan,
+    StepResult,
+)
+from engine_worker.core.waiting_queue import Key, WaitingQueue
+
+__all__ = ["RequestTooLarge", "Scheduler", "SchedulerConfig", "SchedulerStats"]
+
+
+@dataclass(slots=True)
+class _Step:
+    """A plan in the making. `budget` is what is left of the tokens it may compute."""
+
+    budget: int
+    segments: dict[str, Segment] = field(default_factory=dict)
+    preempted: list[str] = field(default_factory=list)
+
+    def add(self, request: Request, end: int) -> None:
+        start = request.num_computed
+        token_ids = tuple(request.token_ids(start, end))
+        self.segments[request.request_id] = Segment(
+            request, start, token_ids, request.block_ids, sample=end == request.num_tokens
+        )
+        self.budget -= end - start
+
+    def drop(self, victim: Request) -> None:
+        """Takes back what the victim was given, and notes that it was preempted."""
+        segment = self.segments.pop(victim.request_id, None)
+        if segment is not None:
+            self.budget += len(segment.token_ids)
+        self.preempted.append(victim.request_id)
+
+
+class Scheduler:
+    """Drive it from one thread: `plan`, run the plan, `commit` that plan, again and again while `has_work()`.
+
+    `add`, `cancel` and `reset_prefix_cache` may be called at any time, between plan and commit too. Call `take_events`
+    after each step, or the events pile up.
+    """
+
+    def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
+        self.config = config
+        self._kv = kv
+        self._max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
+        self._requests: dict[str, Request] = {}  # waiting and running
+        self._keys: dict[str, Key] = {}
+        self._leaders: dict[str, Request] = {}  # follower's id -> leader, for followers that had one when added
+        self._waiting = WaitingQueue()
+        self._running: list[Request] = []  # sorted by key
+        self._num_added = 0
+        self._num_preemptions = 0
+
+    # -- requests come and go
+
+    @property
+    def max_request_tokens(self) -> int:
+        """The most tokens, prompt and output, that one sequence can have here. The last one needs no KV slot."""
+        return min(self.config.max_model_len, self._kv.num_blocks * self._kv.block_size + 1)
+
+    def add(self, request: Request) -> None:
+        """Queues a new request. Raises RequestTooLarge, or ValueError for an empty prompt or an id in use."""
+        if not request.prompt_ids:
+            raise ValueError(f"request {request.request_id} has an empty prompt: give at least one token")
+        if request.request_id in self._requests:
+            raise ValueError(f"request id {request.request_id} is in use: choose another one")
+        refuse_too_large(request, self.config.max_model_len, self.max_request_tokens)
+        assert request.status is RequestStatus.WAITING
+        assert not request.output_ids
+        self._requests[request.request_id] = request
+        self._keys[request.request_id] = (request.priority, request.arrival_s, self._num_added)
+        self._num_added += 1
+        if request.leader_id in self._requests and request.leader_id != request.request_id:
+            self._leaders[request.request_id] = self._requests[request.leader_id]
+        self._enqueue(request)
+
+    def cancel(self, request_id: str) -> bool:
+        """Ends a request now and frees its blocks; a result on its way is dropped. False if there is no such one."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        self._finish(request)
+        return True
+
+    def has_work(self) -> bool:
+        """Whether a plan would compute anything."""
+        return bool(self._requests)
+
+    def reset_prefix_cache(self) -> None:
+        """Nothing computed so far will be a hit; running requests go on undisturbed."""
+        self._kv.reset()
+
+    # -- a step
+
+    def plan(self, now: float) -> StepPlan:
+        """Decides the next step; admits and preempts. `now` is only noted. Commit the plan before the next one."""
+        step = _Step(budget=self.config.max_num_batched_tokens)
+        decodes = [r for r in self._running if r.num_tokens - r.num_computed == 1]
+        prefills = [r for r in self._running if r.num_tokens - r.num_computed > 1]
+        for request in decodes:
+            self._continue(request, step)
+        for request in prefills:
+            self._continue(request, step)
+        if not step.preempted and len(self._waiting):
+            self._admit(step, now)
+        assert step.segments or not self._requests, "work, but nothing to compute"
+        return StepPlan(tuple(step.segments.values()), tuple(step.preempted))
+
+    def commit(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
+        """Accounts for a step that ran: progress, new tokens, ends. One update for each token, end or failure."""
+        updates: list[RequestUpdate] = []
+        for segment in plan.segments:
+            request = segment.request
+            if request.status is not RequestStatus.RUNNING:
+                continue  # cancelled meanwhile
+            assert request.num_computed == segment.start, f"{request.request_id}: the plan is not the last one"
+            error = result.failed.get(request.request_id)
+            if error is not None:
+                updates.append(self._update(request, None, FinishReason.ERROR, error))
+                continue
+            self._kv.commit(request, segment.end)
+            if segment.sample:
+                token = result.sampled[request.request_id]
+                request.output_ids.append(token.token_id)
+                reason = finish_reason(request, self.config.max_model_len, self.config.eos_token_ids)
+                updates.append(self._update(request, token, reason))
+        return updates
+
+    # -- what others read
+
+    def take_events(self) -> list[KVEvent]:
+        """What became reusable and what was evicted since the last call, in true order."""
+        return self._kv.take_events()
+
+    def stats(self) -> SchedulerStats:
+        """O(running)."""
+        prefill_tokens = sum(r.num_tokens - r.num_computed for r in self._running if r.num_tokens - r.num_computed > 1)
+        return SchedulerStats(
+            num_running=len(self._running),
+            num_waiting=len(self._waiting),
+            queued_prefill_tokens=self._waiting.num_uncached_tokens + prefill_tokens,
+            num_preemptions=self._num_preemptions,
+            num_blocks=self._kv.num_blocks,
+            num_free_blocks=self._kv.num_free_blocks,
+            num_cached_blocks=self._kv.num_cached_blocks,
+            prefix_cache_queries=self._kv.prefix_cache_queries,
+            prefix_cache_hits=self._kv.prefix_cache_hits,
+        )
+
+    # -- inside
+
+    def _enqueue(self, request: Request) -> None:
+        if self._is_held_back(request):
+            num_cached = self._kv.most_cacheable(request.num_tokens)  # its leader will leave them
+        else:
+            num_cached = len(self._kv.lookup(request)) * self._kv.block_size
+        self._waiting.add(request, self._keys[request.request_id], request.num_tokens - num_cached)
+
+    def _is_held_back(self, request: Request) -> bool:
+        """Whether its leader is on the way to computing the prompt that both share."""
+        leader = self._leaders.get(request.request_id)
+        if leader is None or leader.status is RequestStatus.FINISHED:
+            return False
+        return leader.num_computed < len(leader.prompt_ids)
+
+    def _continue(self, request: Request, step: _Step) -> None:
+        """Gives a running request its share of the step: all it lacks, or what budget and free blocks allow."""
+        if request.status is not RequestStatus.RUNNING or step.budget == 0:
+            return  # preempted for one before it, or the step is full
+        end = min(request.num_tokens, request.num_computed + step.budget)
+        while not self._kv.allocate(request, end):
+            num_allocatable = self._kv.num_tokens_allocatable(request)
+            if num_allocatable > 0:
+                end = request.num_computed + num_allocatable
+            elif not self._preempt_for(request, step):
+                return  # it stalls, and those before it go on
+        step.add(request, end)
+
+    def _preempt_for(self, request: Request, step: _Step) -> bool:
+        """Preempts the last running request in the order; False if that is `request` itself."""
+        victim = self._running[-1]
+        if victim is request:
+            return False
+        self._running.pop()
+        step.drop(victim)
+        self._kv.free(victim)
+        victim.status = RequestStatus.WAITING
+        victim.num_preemptions += 1
+        self._num_preemptions += 1
+        self._enqueue(victim)
+        return True
+
+    def _admit(self, step: _Step, now: float) -> None:
+        admitted: list[Request] = []
+        reserve = sum(map(self._num_blocks_to_come, self._running))
+        for request in self._waiting:
+            if step.budget == 0 or len(self._running) + len(admitted) >= self._max_num_seqs:
+                break
+            if self._is_held_back(request):
+                continue
+            if self._kv.num_free_blocks <= reserve:
+                break  # even the best hit leaves a block to allocate
+            hit = self._kv.lookup(request)
+            if self._kv.num_blocks_missing(request, hit) + reserve > self._kv.num_free_blocks:
+                break
+            self._kv.admit(request, hit)
+            end = min(request.num_tokens, request.num_computed + step.budget)
+            fits = self._kv.allocate(request, end)
+            assert fits, "all of its tokens fit, so these do"
+            step.add(request, end)
+            reserve += self._num_blocks_to_come(request)
+            admitted.append(request)
+        for request in admitted:
+            self._waiting.remove(request, self._keys[request.request_id])
+            insort(self._running, request, key=lambda r: self._keys[r.request_id])
+            request.status = RequestStatus.RUNNING
+            if request.first_planned_s is None:
+                request.first_planned_s = now
+
+    def _num_blocks_to_come(self, request: Request) -> int:
+        """Blocks it still lacks for its tokens, and one more if it may grow into it."""
+        most = len(request.prompt_ids) + request.params.max_tokens - 1  # the last token is never stored
+        num_tokens = min(request.num_tokens + self._kv.block_size, most)
+        return self._kv.num_blocks_for(num_tokens) - len(request.block_ids)
+
+    def _update(
+        self, request: Request, token: SampledToken | None, reason: FinishReason | None, error: str | None = None
+    ) -> RequestUpdate:
+        assert request.num_cached_tokens is not None
+        if reason is not None:
+            self._finish(request)
+        return RequestUpdate(request.request_id, token, reason, request.num_cached_tokens, error)
+
+    def _finish(self, request: Request) -> None:
+        key = self._keys.pop(request.request_id)
+        if request.status is RequestStatus.RUNNING:
+            self._running.remove(request)
+            self._kv.free(request)
+        else:
+            self._waiting.remove(request, key)
+        self._kv.forget(request)
+        request.status = RequestStatus.FINISHED
+        self._leaders.pop(request.request_id, None)
+        del self._requests[request.request_id]
+
+    def check_invariants(self) -> None:
+        """Asserts that queues, requests and blocks agree. O(pool)."""
+        self._waiting.check_invariants()
+        waiting = list(self._waiting)
+        assert len(waiting) + len(self._running) == len(self._requests) == len(self._keys)
+        assert len(self._running) <= self._max_num_seqs
+        keys = [self._keys[r.request_id] for r in self._running]
+        assert keys == sorted(keys), "the running ones are out of order"
+        assert self._leaders.keys() <= self._requests.keys()
+        for request in self._running:
+            assert request.status is RequestStatus.RUNNING
+            assert request.num_computed < request.num_tokens, f"{request.request_id} has nothing left to compute"
+        for request in waiting:
+            assert request.status is RequestStatus.WAITING
+            assert request.num_computed == 0
+            assert not request.block_ids
+        self._kv.check_invariants(self._requests.values())

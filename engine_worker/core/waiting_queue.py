@@ -1,0 +1,52 @@
+"""Requests that wait for admission, first come first served within a priority (a lower number goes first).
+
+A preempted request comes back under its old key, so it waits at its old place: before everybody who arrived later.
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left, insort
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from engine_worker.core.types import Request
+
+Key = tuple[int, float, int]  # (priority, arrival_s, order of arrival here)
+
+
+@dataclass(frozen=True, slots=True)
+class _Waiting:
+    key: Key
+    request: Request
+    num_uncached: int  # as expected when it was queued
+
+
+class WaitingQueue:
+    """Sorted by key. `num_uncached_tokens` sums what the waiting requests are expected to have to compute."""
+
+    def __init__(self) -> None:
+        self._entries: list[_Waiting] = []
+        self.num_uncached_tokens = 0
+
+    def __len__(self) -> int:
+        return len(self._entries)
+
+    def __iter__(self) -> Iterator[Request]:
+        """In order of admission. The queue must not change meanwhile."""
+        return (entry.request for entry in self._entries)
+
+    def add(self, request: Request, key: Key, num_uncached: int) -> None:
+        insort(self._entries, _Waiting(key, request, num_uncached), key=lambda entry: entry.key)
+        self.num_uncached_tokens += num_uncached
+
+    def remove(self, request: Request, key: Key) -> None:
+        index = bisect_left(self._entries, key, key=lambda entry: entry.key)
+        entry = self._entries[index]
+        assert entry.request is request, f"{request.request_id} does not wait"
+        del self._entries[index]
+        self.num_uncached_tokens -= entry.num_uncached
+
+    def check_invariants(self) -> None:
+        keys = [entry.key for entry in self._entries]
+        assert keys == sorted(set(keys)), "the queue is out of order"
+        assert self.num_uncached_tokens == sum(entry.num_uncached for entry in self._entries)
