@@ -1,0 +1,212 @@
+"""Choosing each request's next token from its logits: one batched pass, each row independent of its neighbours.
+
+The order of operations is vLLM's and OpenAI's:
+
+    raw logits -> logprobs are taken here
+        -> repetition, frequency and presence penalties -> logit_bias -> min_tokens mask
+        -> temperature -> top-k -> top-p -> min-p -> draw
+
+A row that asks for none of this is an argmax over the logits and nothing else. A row with a NaN or without any finite
+logit fails alone: the batch goes on, and the request gets one sentence.
+
+What a request needs remembered between steps (its seed, the tokens its penalties count) lives here under its id, from
+the first sampled token until `release`. It follows `request.output_ids`, which survive preemption, so a resumed request
+goes on where it was. A draw depends on (seed, number of output tokens) alone, never on the batch: see sampler_draw.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from engine_worker.core.types import Request, SampledToken, SamplingParams, Segment
+from engine_worker.model.sampler_draw import Draw, draw_tokens, new_key, seeded_key
+from engine_worker.model.sampler_logits import Edits, TokenHistory
+
+MIN_TEMPERATURE = 1e-5  # below it a row is greedy: dividing by it would overflow float32
+
+
+@dataclass(slots=True)
+class _RequestState:
+    """`key` seeds the draws; `history` counts tokens for the penalties; `bias` is logit_bias as tensors."""
+
+    key: bytes
+    history: TokenHistory | None
+    bias: tuple[Tensor, Tensor] | None
+    forbidden: Tensor | None  # EOS and stop ids, while min_tokens holds
+
+
+class Sampler:
+    """Samples one token for each row of logits.
+
+    `vocab_size` is the width of the logits. `eos_token_ids` are what min_tokens forbids, with the request's own stop
+    ids. Logits may live on any device; what comes back is plain Python.
+    """
+
+    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], device: torch.device | str) -> None:
+        self.vocab_size = vocab_size
+        self.eos_token_ids = tuple(sorted(id for id in eos_token_ids if 0 <= id < vocab_size))
+        self.device = torch.device(device)
+        self._states: dict[str, _RequestState] = {}
+
+    def sample(self, logits: Tensor, segments: Sequence[Segment]) -> tuple[dict[str, SampledToken], dict[str, str]]:
+        """One token for each segment. logits: [R, V] float32, row i for segments[i]; they are not changed.
+
+        Returns the tokens by request id, and a sentence by request id for each row that failed.
+        """
+        assert logits.shape == (len(segments), self.vocab_size), (logits.shape, len(segments), self.vocab_size)
+        if not segments:
+            return {}, {}
+        requests = [segment.request for segment in segments]
+        failed: dict[str, str] = {}
+        best, ids = logits.max(dim=-1)  # [R], [R]: greedy's answer, and NaN or inf wherever a row is not sound
+        sound = torch.isfinite(best).tolist()
+        rows = []
+        for row, request in enumerate(requests):
+            problem = _UNSOUND if not sound[row] else self._admit(request)
+            if problem:
+                failed[request.request_id] = problem
+            else:
+                rows.append(row)
+        chosen = ids.tolist()
+        self._choose(logits, requests, rows, chosen, failed)
+        rows = [row for row in rows if requests[row].request_id not in failed]
+        return self._results(logits, requests, rows, chosen), failed
+
+    def release(self, request_id: str) -> None:
+        """Forget a request. Unknown ids are fine: greedy requests without penalties leave nothing here."""
+        self._states.pop(request_id, None)
+
+    @property
+    def num_states(self) -> int:
+        return len(self._states)
+
+    def check_invariants(self) -> None:
+        for state in self._states.values():
+            if state.history is not None:
+                state.history.check_invariants()
+
+    # ---- one request's state
+
+    def _admit(self, request: Request) -> str | None:
+        """Make the request's state if it needs one. A sentence if its ids are not in the vocabulary."""
+        params = request.params
+        if request.request_id in self._states or not _needs_state(params):
+            return None
+        named = [id for id, _ in params.logit_bias]
+        if params.min_tokens:
+            named += params.stop_token_ids
+        outside = [id for id in named if not 0 <= id < self.vocab_size]
+        if outside:
+            return f"Token id {outside[0]} is outside the vocabulary: ids go from 0 to {self.vocab_size - 1}."
+        self._states[request.request_id] = self._new_state(request)
+        return None
+
+    def _new_state(self, request: Request) -> _RequestState:
+        params = request.params
+        bias = None
+        if params.logit_bias:
+            totals: dict[int, float] = {}
+            for token_id, value in params.logit_bias:
+                totals[token_id] = totals.get(token_id, 0.0) + value
+            bias = (torch.tensor(list(totals)), torch.tensor(list(totals.values()), dtype=torch.float32))
+        forbidden = None
+        if params.min_tokens:
+            forbidden = torch.tensor(sorted({*self.eos_token_ids, *params.stop_token_ids}), dtype=torch.int64)
+        return _RequestState(
+            key=new_key() if params.seed is None else seeded_key(params.seed),
+            history=TokenHistory(params) if _has_penalties(params) else None,
+            bias=bias,
+            forbidden=forbidden,
+        )
+
+    # ---- the batch
+
+    def _choose(
+        self, logits: Tensor, requests: list[Request], rows: list[int], chosen: list[int], failed: dict[str, str]
+    ) -> None:
+        """Overwrite `chosen` for every row that plain argmax does not answer."""
+        special = [row for row in rows if requests[row].request_id in self._states]
+        if not special:
+            return
+        work = logits[torch.tensor(special, device=logits.device)]  # [S, V], a copy: the raw ones are for logprobs
+        self._edit(work, [requests[row] for row in special])
+        best, ids = work.max(dim=-1)
+        sound, greedy_ids = torch.isfinite(best).tolist(), ids.tolist()
+        draws: list[Draw] = []
+        for i, row in enumerate(special):
+            request = requests[row]
+            chosen[row] = greedy_ids[i]
+            if not sound[i]:
+                failed[request.request_id] = _NOTHING_LEFT
+            elif not _is_greedy(request.params):
+                key = self._states[request.request_id].key
+                draws.append(Draw(index=i, key=key, position=len(request.output_ids), params=request.params))
+        if draws:
+            for draw, token_id in zip(draws, draw_tokens(work, best, draws), strict=True):
+                chosen[special[draw.index]] = token_id
+
+    def _edit(self, work: Tensor, requests: list[Request]) -> None:
+        """Penalties, then logit_bias, then the min_tokens mask, in place on work [S, V]."""
+        edits = Edits(work)
+        for index, request in enumerate(requests):
+            state = self._states[request.request_id]
+            if state.history is not None:
+                state.history.follow(request.prompt_ids, request.output_ids)
+                edits.penalize(index, state.history)
+            if state.bias is not None:
+                edits.add(index, *state.bias)
+            if state.forbidden is not None:
+                if len(request.output_ids) < request.params.min_tokens:
+                    edits.forbid(index, state.forbidden)
+                else:
+                    state.forbidden = None
+        edits.apply()
+
+    def _results(
+        self, logits: Tensor, requests: list[Request], rows: list[int], chosen: list[int]
+    ) -> dict[str, SampledToken]:
+        results = {requests[row].request_id: SampledToken(chosen[row]) for row in rows}
+        wanted = [row for row in rows if requests[row].params.num_logprobs is not None]
+        if wanted:
+            counts = [requests[row].params.num_logprobs or 0 for row in wanted]
+            raw = logits if len(wanted) == len(requests) else logits[torch.tensor(wanted, device=logits.device)]
+            tokens = with_logprobs(raw, [chosen[row] for row in wanted], counts)
+            results.update((requests[row].request_id, token) for row, token in zip(wanted, tokens, strict=True))
+        return results
+
+
+def with_logprobs(logits: Tensor, chosen: Sequence[int], num_logprobs: Sequence[int]) -> list[SampledToken]:
+    """The chosen tokens with logprobs under log-softmax of the raw logits [R, V], and each row's k likeliest tokens."""
+    ids = torch.tensor(chosen, device=logits.device)[:, None]  # [R, 1]
+    norm = logits.logsumexp(dim=-1, keepdim=True)  # [R, 1]
+    own = (logits.gather(1, ids) - norm).flatten().tolist()
+    k = min(max(num_logprobs), logits.shape[1])
+    top, top_ids = logits.topk(k, dim=-1)  # [R, k], likeliest first
+    top_values, top_tokens = (top - norm).tolist(), top_ids.tolist()
+    return [
+        SampledToken(chosen[row], own[row], tuple(zip(top_tokens[row][:count], top_values[row][:count], strict=True)))
+        for row, count in enumerate(num_logprobs)
+    ]
+
+
+def _is_greedy(params: SamplingParams) -> bool:
+    return params.temperature < MIN_TEMPERATURE or params.top_k == 1
+
+
+def _has_penalties(params: SamplingParams) -> bool:
+    return params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
+
+
+def _needs_state(params: SamplingParams) -> bool:
+    return not _is_greedy(params) or _has_penalties(params) or bool(params.logit_bias) or params.min_tokens > 0
+
+
+_UNSOUND = (
+    "The model's logits for this request are not finite (NaN or infinite). Other requests go on; if this repeats, "
+    "load the model with --dtype float32."
+)
+_NOTHING_LEFT = "logit_bias, penalties and min_tokens together leave no token that could be chosen; loosen one of them."
