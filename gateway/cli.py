@@ -6,15 +6,13 @@ import table (torch never reaches the gateway).
 
 from __future__ import annotations
 
+import difflib
 import os
 import sys
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
-
-if TYPE_CHECKING:
-    from gateway.config import GatewaySettings
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -31,29 +29,52 @@ class UserError(Exception):
     """The user's mistake: shown as one sentence, without a traceback."""
 
 
-@app.command()
+@app.command(context_settings=PASS_ON)
 def serve(
+    context: typer.Context,
     replica: Annotated[list[str] | None, typer.Option(help="A replica's base URL; repeat it for each.")] = None,
     policy: Annotated[str | None, typer.Option(help="warm, round_robin or least_loaded.")] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
     config: Annotated[Path | None, typer.Option(help="A YAML file of settings; flags win over it.")] = None,
 ) -> None:
-    """Run the gateway in front of replicas that are there already."""
-    flags = {"replicas": replica, "policy": policy, "host": host, "port": port}
-    settings = _settings(config, {name: value for name, value in flags.items() if value is not None})
+    """Run the gateway in front of replicas that are there already.
+
+    Every setting of the file is a flag too: stream_idle_s is --stream-idle-s, or WARMGATE_STREAM_IDLE_S.
+    """
+    from gateway.config import ConfigError, GatewaySettings, load_settings
+
+    flags: dict[str, object] = {"replicas": replica, "policy": policy, "host": host, "port": port}
+    try:
+        settings = load_settings(
+            {**flags, **_setting_flags(context.args, frozenset(GatewaySettings.model_fields))}, config
+        )
+    except ConfigError as error:
+        raise UserError(str(error)) from None
     from gateway.server import run
 
     raise typer.Exit(run(settings))
 
 
-def _settings(config: Path | None, flags: dict[str, object]) -> GatewaySettings:
-    from gateway.config import ConfigError, load_settings
-
-    try:
-        return load_settings(config, flags)
-    except ConfigError as error:
-        raise UserError(str(error)) from None
+def _setting_flags(arguments: list[str], names: frozenset[str]) -> dict[str, object]:
+    """`--some-setting value` and `--some-setting=value`, for any name in `names`."""
+    flags: dict[str, object] = {}
+    rest = list(arguments)
+    while rest:
+        flag, equals, value = rest.pop(0).partition("=")
+        name = flag.removeprefix("--").replace("-", "_")
+        if not flag.startswith("--") or name not in names:
+            guess = difflib.get_close_matches(name, names, n=1)
+            hint = f"; did you mean --{guess[0].replace('_', '-')}?" if guess else "; see warmgate serve --help"
+            raise UserError(f"there is no option {flag}{hint}")
+        if name == "secret":
+            raise UserError("a secret on the command line shows in every process list: set WARMGATE_SECRET instead")
+        if not equals:
+            if not rest:
+                raise UserError(f"{flag} needs a value")
+            value = rest.pop(0)
+        flags[name] = value
+    return flags
 
 
 @app.command(context_settings={**PASS_ON, "help_option_names": []}, add_help_option=False)
