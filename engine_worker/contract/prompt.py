@@ -20,7 +20,7 @@ from engine_worker.contract.messages import PromptError, last_text, template_mes
 from engine_worker.contract.state import TokenizerBundle
 from engine_worker.contract.template import Changes, ChatTemplate, TemplateLimit, TemplateRefused
 
-__all__ = ["ALLOWED_TEMPLATE_KWARGS", "PromptError", "PromptRenderer"]
+__all__ = ["ALLOWED_TEMPLATE_KWARGS", "PromptError", "PromptRenderer", "template_kwargs"]
 
 # What `chat_template_kwargs` may set: switches that published templates document. Everything else is refused, because a
 # template's variables include the conversation itself and the special tokens.
@@ -50,12 +50,13 @@ _MARK = "\ue000continue\ue001 "  # private-use characters; the trailing blank sh
 class PromptRenderer:
     """Renders and tokenizes for one model. Safe to use from several threads; holds no state of a request.
 
-    max_chars  the most that a rendered chat may have; the tokenizer is not even asked about more
+    max_chars     the most that a rendered chat may have; the tokenizer is not even asked about more
+    max_render_s  the longest that the template may run
     Raises ValueError where the bundle's tokenizer can't be read. A bundle without a chat template still encodes plain
     text; a chat then raises PromptError.
     """
 
-    def __init__(self, bundle: TokenizerBundle, *, max_chars: int = 8_000_000) -> None:
+    def __init__(self, bundle: TokenizerBundle, *, max_chars: int = 8_000_000, max_render_s: float = 5.0) -> None:
         try:
             self.tokenizer = Tokenizer.from_str(bundle.tokenizer_json)
         except Exception as error:  # tokenizers raises bare Exception
@@ -64,6 +65,7 @@ class PromptRenderer:
         self.tokenizer.no_padding()
         self.bundle = bundle
         self._max_chars = max_chars
+        self._max_render_s = max_render_s
         self._template: ChatTemplate | None = None
         self._template_fault = "This model has no chat template; use /v1/completions, or serve a model that has one."
         if bundle.chat_template is not None:
@@ -71,7 +73,7 @@ class PromptRenderer:
 
     def _compile(self, source: str) -> None:
         try:
-            self._template = ChatTemplate(source, max_chars=self._max_chars)
+            self._template = ChatTemplate(source, max_chars=self._max_chars, max_seconds=self._max_render_s)
         except (jinja2.TemplateError, TemplateLimit, RecursionError) as error:
             self._template_fault = f"The model's chat template can't be used: {error}"
 
@@ -183,6 +185,13 @@ class PromptRenderer:
         except (TypeError, OverflowError) as error:
             raise PromptError("Token ids must be integers from 0 up.", param="tokens") from error
         return text
+
+
+def template_kwargs(kwargs: Mapping[str, Any] | None, reasoning_effort: str | None) -> Mapping[str, Any] | None:
+    """A request's `chat_template_kwargs` with its top-level `reasoning_effort` beside them (they overrule it)."""
+    if reasoning_effort is None:
+        return kwargs
+    return {"reasoning_effort": reasoning_effort, **(kwargs or {})}
 
 
 def _allowed(kwargs: Mapping[str, Any] | None) -> dict[str, Any]:
