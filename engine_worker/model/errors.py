@@ -1,4 +1,4 @@
-"""What can go wrong between a model and this worker. Every message is a sentence for the operator: what, and how to mend it."""
+"""What can go wrong between a model and this worker. Each message says what happened and how to mend it."""
 
 from __future__ import annotations
 

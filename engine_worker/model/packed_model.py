@@ -1,0 +1,48 @@
+"""The model as a function of packed tokens and a paged cache: one forward, no transformers cache object.
+
+The runner and the self-test both go through here, so what is tested at load is what serves.
+"""
+
+from __future__ import annotations
+
+import torch
+from transformers import PreTrainedModel
+
+from engine_worker.model.attention import AttentionBackend, StepContext, step_context
+from engine_worker.model.kv_tensors import KVTensors
+from engine_worker.model.packing import PackedBatch
+
+
+class PackedModel:
+    """A loaded module, an attention backend and a cache. `kv` may be replaced (probing, then serving)."""
+
+    def __init__(self, module: PreTrainedModel, backend: AttentionBackend, kv: KVTensors) -> None:
+        self.module = module
+        self.backend = backend
+        self.kv = kv
+        self.device = kv.device
+        self.last_calls: list[int] = []  # layers of the latest forward, in the order they attended
+
+    @torch.inference_mode()
+    def forward(self, batch: PackedBatch, keep: list[int]) -> torch.Tensor | None:
+        """Compute the batch, and logits [len(keep), V] in float32 of the pack positions in `keep`, in their order.
+
+        With nothing to keep, the LM head is left out and None returned.
+        """
+        context = StepContext(self.backend, batch, self.kv)
+        inputs = {
+            "input_ids": batch.input_ids,
+            "position_ids": batch.position_ids,
+            # All ones, not None: None makes transformers look for packed sequences itself and wrap the mask functions.
+            "attention_mask": torch.ones_like(batch.input_ids),
+            "use_cache": False,
+        }
+        logits = None
+        with step_context(context):
+            if keep:
+                kept = torch.tensor(keep, device=self.device)
+                logits = self.module(**inputs, logits_to_keep=kept).logits[0].float()
+            else:
+                self.module.base_model(**inputs)
+        self.last_calls = context.calls
+        return logits

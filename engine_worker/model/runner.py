@@ -1,0 +1,94 @@
+"""Executes the scheduler's plans: packs a step's segments, runs the model once, samples where a token is due.
+
+The runner decides nothing. It keeps only what follows from the plans it saw: a block-table row and sampler state for
+each request, both dropped by `release`.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Protocol
+
+import torch
+
+from engine_worker.config import ModelInfo
+from engine_worker.contract.state import TokenizerBundle
+from engine_worker.core.types import SampledToken, Segment, StepPlan, StepResult
+from engine_worker.model.packed_model import PackedModel
+from engine_worker.model.packing import BlockTables, fresh_blocks, pack
+
+
+class SamplerLike(Protocol):
+    """What the runner asks of a sampler: see sampler.Sampler."""
+
+    def sample(
+        self, logits: torch.Tensor, segments: Sequence[Segment]
+    ) -> tuple[dict[str, SampledToken], dict[str, str]]: ...
+
+    def release(self, request_id: str) -> None: ...
+
+
+class ModelRunner:
+    """A loaded model, ready to execute plans. Use it from one thread.
+
+    `info` says what was loaded, `tokenizer` is the bundle that the gateway fetches.
+    """
+
+    def __init__(
+        self,
+        model: PackedModel,
+        sampler: SamplerLike,
+        info: ModelInfo,
+        tokenizer: TokenizerBundle,
+        max_num_seqs: int,
+    ) -> None:
+        assert model.kv.num_blocks == info.num_blocks
+        assert model.kv.block_size == info.block_size
+        self.info = info
+        self.tokenizer = tokenizer
+        self._model = model
+        self._sampler = sampler
+        self._num_embeddings = model.module.get_input_embeddings().weight.shape[0]
+        blocks_per_row = min(-(-info.max_model_len // info.block_size), info.num_blocks)
+        self._tables = BlockTables(max_num_seqs, blocks_per_row, info.block_size)
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> StepResult:
+        """Run one step. A request whose token ids or logits are unsound fails alone; other errors are the engine's."""
+        for request_id in plan.preempted:
+            self._tables.release(request_id)
+        failed: dict[str, str] = {}
+        segments = [segment for segment in plan.segments if self._accepts(segment, failed)]
+        if not segments:
+            return StepResult({}, failed)
+
+        kv = self._model.kv
+        if kv.has_polluted_blocks:
+            kv.scrub([block for segment in segments for block in fresh_blocks(segment, kv.block_size)])
+        batch = pack(segments, self._tables, self._model.device)
+        rows = [index for index, segment in enumerate(segments) if segment.sample]
+        logits = self._model.forward(batch, [batch.last_index[index] for index in rows])
+        if logits is None:
+            return StepResult({}, failed)
+        sampled, unsound = self._sampler.sample(logits, [segments[index] for index in rows])
+        return StepResult(sampled, {**failed, **unsound})
+
+    def release(self, request_id: str) -> None:
+        """Forget a request that is over (finished, failed or cancelled). Idempotent."""
+        self._tables.release(request_id)
+        self._sampler.release(request_id)
+
+    def check_invariants(self) -> None:
+        self._tables.check_invariants()
+        self._model.kv.check_invariants()
+
+    def _accepts(self, segment: Segment, failed: dict[str, str]) -> bool:
+        """An id without an embedding would abort the whole step: refuse its request alone."""
+        if min(segment.token_ids) >= 0 and max(segment.token_ids) < self._num_embeddings:
+            return True
+        outside = next(token for token in segment.token_ids if not 0 <= token < self._num_embeddings)
+        failed[segment.request.request_id] = (
+            f"Token id {outside} is outside the model's vocabulary of {self._num_embeddings}; "
+            "send ids made by this model's tokenizer."
+        )
+        return False
