@@ -11,8 +11,12 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
-from engine_worker.core.scheduler import Scheduler
+from engine_worker.core import block_pool
+from engine_worker.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored
+from engine_worker.core.kv_manager import KVCacheManager
+from engine_worker.core.scheduler import Scheduler, SchedulerConfig
 from engine_worker.core.types import (
+    BlockHash,
     FinishReason,
     Request,
     RequestUpdate,
@@ -24,6 +28,7 @@ from engine_worker.core.types import (
 )
 
 Digest = int
+ROOT = b"fake model"
 
 
 def digests(salt: str, token_ids: Sequence[int]) -> list[Digest]:
@@ -110,55 +115,158 @@ class FakeRunner:
 
 
 @dataclass
+class CacheMirror:
+    """The prefix cache as a reader of the events believes it to be; every event must make sense to it."""
+
+    parents: dict[BlockHash, BlockHash | None] = field(default_factory=dict)
+
+    def apply(self, event: BlocksStored | BlocksRemoved | AllBlocksCleared) -> None:
+        match event:
+            case BlocksStored():
+                self._store(event)
+            case BlocksRemoved():
+                for block_hash in event.block_hashes:
+                    assert block_hash not in self.parents.values(), "a parent is removed before its child"
+                    del self.parents[block_hash]
+            case AllBlocksCleared():
+                self.parents.clear()
+
+    def _store(self, event: BlocksStored) -> None:
+        parent, size = event.parent_block_hash, event.block_size
+        assert event.block_hashes
+        assert len(event.token_ids) == size * len(event.block_hashes)
+        for i, block_hash in enumerate(event.block_hashes):
+            assert parent is None or parent in self.parents, "stored behind an unknown parent"
+            assert block_hash not in self.parents, "stored twice"
+            name_of_parent = parent or block_pool.root_hash(ROOT, event.salt)
+            assert block_hash == block_pool.hash_block(name_of_parent, event.token_ids[i * size : (i + 1) * size])
+            self.parents[block_hash] = parent
+            parent = block_hash
+
+
+@dataclass
 class Driver:
-    """Steps a scheduler with a fake runner, checks invariants all the time and collects what was streamed."""
+    """Steps a scheduler with a fake runner, checks it all the time and collects what was streamed."""
 
     scheduler: Scheduler
     runner: FakeRunner
+    mirror: CacheMirror = field(default_factory=CacheMirror)
+    requests: dict[str, Request] = field(default_factory=dict)
     outputs: dict[str, list[int]] = field(default_factory=dict)
     ends: dict[str, FinishReason] = field(default_factory=dict)
-    cached: dict[str, int] = field(default_factory=dict)
+    first_starts: dict[str, int] = field(default_factory=dict)  # where each request's very first segment began
     now: float = 0.0
 
     def add(self, *requests: Request) -> None:
         for request in requests:
             self.scheduler.add(request)
+            self.requests[request.request_id] = request
             self.outputs[request.request_id] = []
-        self.scheduler.check_invariants()
+        self.check()
 
     def cancel(self, request_id: str) -> bool:
         cancelled = self.scheduler.cancel(request_id)
         if cancelled:
             self.ends[request_id] = FinishReason.ABORT
-        self.scheduler.check_invariants()
+        self.check()
         return cancelled
 
     def step(self, cancel_meanwhile: Iterable[str] = ()) -> StepPlan:
         """Plan, run, cancel some, commit."""
         self.now += 1.0
         plan = self.scheduler.plan(self.now)
-        self.scheduler.check_invariants()
+        self.check()
         assert plan.num_tokens <= self.scheduler.config.max_num_batched_tokens
+        for segment in plan.segments:
+            self.first_starts.setdefault(segment.request.request_id, segment.start)
         result = self.runner.execute(plan)
         for request_id in cancel_meanwhile:
             self.cancel(request_id)
         for update in self.scheduler.commit(plan, result):
             self._note(update)
-        self.scheduler.check_invariants()
+        self.check()
         return plan
 
     def run(self, most_steps: int = 10_000) -> list[StepPlan]:
-        plans = []
+        plans: list[StepPlan] = []
         while self.scheduler.has_work():
             assert len(plans) < most_steps, "no end in sight"
             plans.append(self.step())
         return plans
 
+    def check(self) -> None:
+        self.scheduler.check_invariants()
+        for event in self.scheduler.take_events():
+            self.mirror.apply(event)
+        stats = self.scheduler.stats()
+        assert stats.num_cached_blocks == len(self.mirror.parents), "the events tell another story"
+
+    def solo(self, request_id: str) -> tuple[list[int], FinishReason]:
+        request, config = self.requests[request_id], self.scheduler.config
+        return solo_run(
+            request.prompt_ids, request.params, self.runner.vocab_size, config.eos_token_ids, config.max_model_len
+        )
+
+    def check_ended(self) -> None:
+        """After `run`: everybody got what a solo run gives, or a true beginning of it, and all blocks are back."""
+        stats = self.scheduler.stats()
+        assert (stats.num_running, stats.num_waiting, stats.queued_prefill_tokens) == (0, 0, 0)
+        assert stats.num_free_blocks == stats.num_blocks
+        assert stats.prefix_cache_hits == sum(self.first_starts.values())
+        for request_id, output in self.outputs.items():
+            expected, reason = self.solo(request_id)
+            if self.ends[request_id] in (FinishReason.ABORT, FinishReason.ERROR):
+                assert output == expected[: len(output)], request_id
+            else:
+                assert (output, self.ends[request_id]) == (expected, reason), request_id
+
     def _note(self, update: RequestUpdate) -> None:
         request_id = update.request_id
         assert request_id not in self.ends, f"{request_id} goes on after its end"
-        assert self.cached.setdefault(request_id, update.num_cached_tokens) == update.num_cached_tokens
+        assert update.num_cached_tokens == self.first_starts[request_id], "cached tokens misreported"
         if update.token is not None:
             self.outputs[request_id].append(update.token.token_id)
         if update.finish_reason is not None:
             self.ends[request_id] = update.finish_reason
+            assert (update.error is not None) == (update.finish_reason is FinishReason.ERROR)
+
+
+def shape(plan: StepPlan) -> list[tuple[str, int, int, bool]]:
+    """(request, start, end, sample) of each segment, in order."""
+    return [(s.request.request_id, s.start, s.end, s.sample) for s in plan.segments]
+
+
+def make_driver(
+    num_blocks: int = 100,
+    block_size: int = 4,
+    max_num_seqs: int = 8,
+    max_num_batched_tokens: int = 1000,
+    max_model_len: int = 1000,
+    eos: frozenset[int] = frozenset(),
+    enable_prefix_caching: bool = True,
+) -> Driver:
+    kv = KVCacheManager(num_blocks, block_size, ROOT, enable_prefix_caching)
+    config = SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len, eos)
+    return Driver(Scheduler(config, kv), FakeRunner(block_size))
+
+
+def make_request(
+    request_id: str,
+    prompt_ids: Iterable[int],
+    max_tokens: int = 1,
+    *,
+    arrival_s: float = 0.0,
+    salt: str = "",
+    priority: int = 0,
+    leader_id: str | None = None,
+    **params: object,
+) -> Request:
+    return Request(
+        request_id=request_id,
+        prompt_ids=tuple(prompt_ids),
+        params=SamplingParams(max_tokens=max_tokens, **params),  # type: ignore[arg-type]
+        arrival_s=arrival_s,
+        salt=salt,
+        priority=priority,
+        leader_id=leader_id,
+    )

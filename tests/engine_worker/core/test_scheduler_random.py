@@ -1,0 +1,135 @@
+"""The whole core at random: arrivals, next turns, siblings, cancels, failures, resets and pools that force preemption.
+
+Whatever happens, every request gets exactly the tokens of its solo run (or a true beginning of them), the fake cache
+finds what it expects at every position, the invariants and the events agree after every call, and all blocks return.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from unittest import mock
+
+from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from engine_worker.core import block_pool
+from engine_worker.core.scheduler import RequestTooLarge
+from engine_worker.core.types import Request
+from tests.engine_worker.core.fake_runner import make_driver, make_request
+
+VOCAB = 6  # small, so that prefixes repeat and stop tokens come up
+TOKENS = st.integers(0, VOCAB - 1)
+
+
+class CoreMachine(RuleBasedStateMachine):
+    @initialize(
+        num_blocks=st.integers(2, 24),
+        block_size=st.sampled_from([1, 2, 4, 8]),
+        max_num_seqs=st.integers(1, 8),
+        max_num_batched_tokens=st.sampled_from([1, 2, 5, 16, 1000]),
+        max_model_len=st.integers(6, 60),
+        enable_prefix_caching=st.sampled_from([True, True, True, False]),
+    )
+    def start(self, **limits: int) -> None:
+        self.driver = make_driver(**limits, eos=frozenset({0}))  # type: ignore[arg-type]
+        self.driver.runner.vocab_size = VOCAB
+        self.num_made = 0
+
+    @property
+    def alive(self) -> list[str]:
+        return [request_id for request_id in self.driver.requests if request_id not in self.driver.ends]
+
+    def add(self, prompt: list[int], data: st.DataObject, leader_id: str | None = None) -> Request | None:
+        self.num_made += 1
+        request = make_request(
+            f"r{self.num_made}",
+            prompt,
+            data.draw(st.integers(1, 30)),
+            arrival_s=self.driver.now,
+            salt=data.draw(st.sampled_from(["", "", "other"])) if leader_id is None else self.salt,
+            priority=data.draw(st.sampled_from([0, 0, 0, 1, -1])) if leader_id is None else 0,
+            leader_id=leader_id,
+            ignore_eos=data.draw(st.booleans()),
+            min_tokens=data.draw(st.sampled_from([0, 0, 3])),
+            stop_token_ids=data.draw(st.sampled_from([(), (), (1,)])),
+        )
+        self.salt = request.salt
+        try:
+            self.driver.add(request)
+        except RequestTooLarge:
+            return None
+        return request
+
+    @rule(prompt=st.lists(TOKENS, min_size=1, max_size=40), data=st.data())
+    def arrive(self, prompt: list[int], data: st.DataObject) -> None:
+        self.add(prompt, data)
+
+    @precondition(lambda self: self.driver.requests)
+    @rule(more=st.lists(TOKENS, max_size=6), data=st.data())
+    def come_back(self, more: list[int], data: st.DataObject) -> None:
+        """A prompt that begins as another request's history does."""
+        other = self.driver.requests[data.draw(st.sampled_from(sorted(self.driver.requests)))]
+        history = [*other.prompt_ids, *other.output_ids]
+        self.add(history[: data.draw(st.integers(1, len(history)))] + more, data)
+
+    @rule(prompt=st.lists(TOKENS, min_size=1, max_size=30), n=st.integers(2, 4), data=st.data())
+    def arrive_as_siblings(self, prompt: list[int], n: int, data: st.DataObject) -> None:
+        leader = self.add(prompt, data)
+        for _ in range(n - 1):
+            self.add(prompt, data, leader_id=leader.request_id if leader else "refused")
+
+    @rule(count=st.integers(1, 6))
+    def step(self, count: int) -> None:
+        for _ in range(count):
+            self.driver.step()
+
+    @precondition(lambda self: self.alive)
+    @rule(meanwhile=st.booleans(), data=st.data())
+    def cancel(self, meanwhile: bool, data: st.DataObject) -> None:
+        request_id = data.draw(st.sampled_from(self.alive))
+        if meanwhile:
+            self.driver.step(cancel_meanwhile=[request_id])
+        else:
+            assert self.driver.cancel(request_id)
+
+    @precondition(lambda self: self.alive)
+    @rule(data=st.data())
+    def fail(self, data: st.DataObject) -> None:
+        self.driver.runner.fail.add(data.draw(st.sampled_from(self.alive)))
+
+    @rule()
+    def reset(self) -> None:
+        self.driver.scheduler.reset_prefix_cache()
+        self.driver.check()
+
+    def teardown(self) -> None:
+        if hasattr(self, "driver"):
+            self.driver.run()
+            self.driver.check_ended()
+
+
+class WeakHashMachine(CoreMachine):
+    """The same with a block hash of 3 bits: names collide all the time, and hits must still be true."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.patch = mock.patch.object(block_pool, "hash_block", _weak_hash)
+        self.patch.start()
+
+    def teardown(self) -> None:
+        try:
+            super().teardown()
+        finally:
+            self.patch.stop()
+
+
+def _weak_hash(parent: bytes, token_ids: tuple[int, ...]) -> bytes:
+    return bytes([hashlib.sha256(parent + bytes(token_ids)).digest()[0] & 7])
+
+
+SETTINGS = settings(max_examples=80, stateful_step_count=25, deadline=None, derandomize=True)
+CoreMachine.TestCase.settings = SETTINGS
+WeakHashMachine.TestCase.settings = SETTINGS
+TestCoreAtRandom = CoreMachine.TestCase
+TestCoreWithCollidingHashes = WeakHashMachine.TestCase
