@@ -131,6 +131,18 @@ class BlocksCleared:
     replica_id: ReplicaId
 
 
+@dataclass(frozen=True, slots=True)
+class FeedLost:
+    """The replica's KV events have a gap that could not be replayed, or stopped.
+
+    What is known of its cache stays as a prediction, and later events only add to it: the mirror by capacity is in
+    force again until BlocksCleared, Restarted or Joined makes the feed whole.
+    """
+
+    at: float
+    replica_id: ReplicaId
+
+
 Event = (
     Joined
     | Left
@@ -144,4 +156,5 @@ Event = (
     | BlocksStored
     | BlocksRemoved
     | BlocksCleared
+    | FeedLost
 )

@@ -63,7 +63,8 @@ class Rates:
     """A replica's speed as learned online (seconds).
 
     Prefill of n uncached tokens after c cached ones takes `base_s + linear_s * n + quadratic_s * n * (c + n / 2)`;
-    one decode step takes about `decode_step_s`. `num_observations` of 0 means these are the defaults.
+    one decode step takes about `decode_step_s` and `decode_kv_s` more for every KV token of the running batch.
+    `num_observations` of 0 means these are the defaults, or what the rest of the fleet taught.
     """
 
     base_s: float
@@ -71,6 +72,7 @@ class Rates:
     quadratic_s: float
     decode_step_s: float
     num_observations: int = 0
+    decode_kv_s: float = 0.0
 
     def prefill_s(self, num_uncached: int, num_cached: int) -> float:
         """Expected seconds to prefill `num_uncached` tokens behind `num_cached` ones that are already in the cache."""
@@ -109,11 +111,15 @@ class ReplicaView:
 
 @dataclass(frozen=True, slots=True)
 class FleetSnapshot:
-    """The routable replicas for one request, in a stable order (by id). `sequence` counts decisions so far."""
+    """The routable replicas for one request, in a stable order (by id). `sequence` counts decisions so far.
+
+    `expected_output_tokens` is the mean output of the requests that finished lately.
+    """
 
     now: float
     sequence: int
     replicas: tuple[ReplicaView, ...]
+    expected_output_tokens: float = 200.0
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,178 @@
+"""Seconds: a replica's speed, learned online from what it does.
+
+Theory. Prefill of a group of requests that came out together takes about
+
+    base * requests + linear * uncached tokens + quadratic * attended pairs
+
+and one decode step about `step + kv * KV tokens of the batch`. Both are fits of a few non-negative coefficients over a
+decaying window. Errors count relative to the prediction (a 50 ms prompt teaches as much as a 5 s one) and large ones
+are clipped (Huber), so one stall or one compile teaches little. The prior only gives the coefficients' proportions:
+its scale is the median ratio of the first observations, so a laptop and an H200 both start sane. A pull towards the
+prior keeps coefficients that the traffic never separated (all prompts of one length) where they make sense.
+
+A replica that has seen little borrows from its fleet: nothing yet, the fleet's median; a little, a mean of both on a
+logarithmic scale. So a newcomer is neither shunned nor stormed, and an unlucky first request doesn't brand a replica.
+One that turns out about as fast as its peers keeps the fleet's rates: noise in the fits must not make one of several
+equal replicas the favourite of every cold request (an error of that size costs a decision next to nothing).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from statistics import median
+
+from policies.types import Rates
+
+PREFILL_PRIOR = (0.01, 1e-4, 2e-9)  # s a request, s a token, s an attended pair; proportions matter, scale does not
+DECODE_PRIOR = (0.02, 1e-7)  # s a step, s a KV token
+DEFAULT_RATES = Rates(*PREFILL_PRIOR, decode_step_s=DECODE_PRIOR[0], decode_kv_s=DECODE_PRIOR[1])
+
+NUM_SCALING = 5  # observations that set the prior's scale
+PRIOR_WEIGHT = 0.2  # in observations
+DECAY = 0.97  # a window of about 33 observations
+HUBER = 0.5  # relative error from which on an observation counts less
+SWEEPS = 12
+TYPICAL_WEIGHT = 0.1
+ALIKE = 1.33  # replicas this close in speed are taken for equal
+MIN_OUTPUT_TOKENS = 8  # fewer say little about the decode step
+
+
+class RobustFit:
+    """y ~ sum(coefficient * feature), coefficients >= 0, by decayed, relative, Huber-weighted least squares.
+
+    Solved by coordinate descent on the normal equations in units of the scaled prior (so all near 1), warm-started.
+    """
+
+    __slots__ = ("_early", "_gram", "_moment", "_prior", "_scale", "_units", "num_observations")
+
+    def __init__(self, prior: Sequence[float]) -> None:
+        self._prior = tuple(prior)
+        self._early: list[tuple[tuple[float, ...], float]] = []
+        self.num_observations = 0
+        self._reset(1.0)
+
+    def _reset(self, scale: float) -> None:
+        size = len(self._prior)
+        self._scale = scale
+        self._units = [1.0] * size
+        self._gram = [[0.0] * size for _ in range(size)]
+        self._moment = [0.0] * size
+
+    @property
+    def coefficients(self) -> tuple[float, ...]:
+        return tuple(self._scale * p * u for p, u in zip(self._prior, self._units, strict=True))
+
+    def predict(self, features: Sequence[float]) -> float:
+        return sum(c * x for c, x in zip(self.coefficients, features, strict=True))
+
+    def observe(self, features: tuple[float, ...], seconds: float) -> None:
+        """Learn that `features` took `seconds`. Anything but a positive finite time is ignored."""
+        if not (0.0 < seconds < math.inf):
+            return
+        self.num_observations += 1
+        if self.num_observations <= NUM_SCALING:
+            self._early.append((features, seconds))
+            priors = [sum(p * x for p, x in zip(self._prior, f, strict=True)) for f, _ in self._early]
+            self._reset(median(y / max(p, 1e-12) for (_, y), p in zip(self._early, priors, strict=True)))
+            for early_features, early_seconds in self._early:
+                self._accumulate(early_features, early_seconds)
+        else:
+            self._early = []
+            self._accumulate(features, seconds)
+
+    def _accumulate(self, features: tuple[float, ...], seconds: float) -> None:
+        expected = max(self.predict(features), 1e-9)
+        error = abs(seconds / expected - 1.0)
+        weight = 1.0 if error <= HUBER else HUBER / error
+        row = [self._scale * p * x / expected for p, x in zip(self._prior, features, strict=True)]
+        target = seconds / expected
+        for i, value in enumerate(row):
+            self._moment[i] = DECAY * self._moment[i] + weight * value * target
+            line = self._gram[i]
+            for j, other in enumerate(row):
+                line[j] = DECAY * line[j] + weight * value * other
+        self._solve()
+
+    def _solve(self) -> None:
+        units, gram, moment = self._units, self._gram, self._moment
+        for _ in range(SWEEPS):
+            for i in range(len(units)):
+                rest = moment[i] + PRIOR_WEIGHT - sum(g * u for g, u in zip(gram[i], units, strict=True))
+                diagonal = gram[i][i]
+                units[i] = max((rest + diagonal * units[i]) / (diagonal + PRIOR_WEIGHT), 0.0)
+
+
+class SpeedModel:
+    """One replica's rates as they are learned."""
+
+    __slots__ = ("_decode", "_prefill", "_typical_uncached")
+
+    def __init__(self) -> None:
+        self._prefill = RobustFit(PREFILL_PRIOR)
+        self._decode = RobustFit(DECODE_PRIOR)
+        self._typical_uncached = 1000.0  # tokens, of a request; where this replica's speed is compared
+
+    @property
+    def num_observations(self) -> int:
+        return self._prefill.num_observations
+
+    def observe_prefill(self, num_requests: int, num_uncached: int, num_attended: float, seconds: float) -> None:
+        """A group of requests was prefilled in `seconds`; `num_attended` sums n * (c + n / 2) over them."""
+        self._typical_uncached += TYPICAL_WEIGHT * (num_uncached / num_requests - self._typical_uncached)
+        self._prefill.observe((float(num_requests), float(num_uncached), num_attended), seconds)
+
+    def observe_decode(self, num_output_tokens: int, seconds: float, kv_tokens: float) -> None:
+        """A request's tokens after its first took `seconds`, beside `kv_tokens` in the running batch."""
+        if num_output_tokens >= MIN_OUTPUT_TOKENS:
+            self._decode.observe((1.0, kv_tokens), seconds / (num_output_tokens - 1))
+
+    def own_rates(self) -> Rates:
+        base, linear, quadratic = self._prefill.coefficients
+        step, kv = self._decode.coefficients
+        return Rates(base, linear, quadratic, step, self._prefill.num_observations, kv)
+
+    def rates(self, fleet: Rates | None) -> Rates:
+        """What to expect of the replica; `fleet` is what its peers take (None when no peer has been seen)."""
+        own = self.own_rates()
+        if fleet is None:
+            return own
+        typical = max(int(self._typical_uncached), 1)
+        share = _share_of_own(own.num_observations, own.prefill_s(typical, 0), fleet.prefill_s(typical, 0))
+        decode = _share_of_own(self._decode.num_observations, own.decode_step_s, fleet.decode_step_s)
+        return Rates(
+            _blend(own.base_s, fleet.base_s, share),
+            _blend(own.linear_s, fleet.linear_s, share),
+            _blend(own.quadratic_s, fleet.quadratic_s, share),
+            _blend(own.decode_step_s, fleet.decode_step_s, decode),
+            own.num_observations,
+            _blend(own.decode_kv_s, fleet.decode_kv_s, decode),
+        )
+
+
+def fleet_rates(models: Sequence[SpeedModel]) -> Rates | None:
+    """The median of what the observed replicas take; None when none was observed."""
+    observed = [model.own_rates() for model in models if model.num_observations]
+    if not observed:
+        return None
+    return Rates(
+        median(r.base_s for r in observed),
+        median(r.linear_s for r in observed),
+        median(r.quadratic_s for r in observed),
+        median(r.decode_step_s for r in observed),
+        0,
+        median(r.decode_kv_s for r in observed),
+    )
+
+
+def _share_of_own(num_observations: int, own_s: float, fleet_s: float) -> float:
+    """How much a replica's own rates count beside the fleet's, 0 to 1."""
+    if num_observations >= NUM_SCALING and 1 / ALIKE < own_s / max(fleet_s, 1e-12) < ALIKE:
+        return 0.0
+    return min(num_observations / NUM_SCALING, 1.0)
+
+
+def _blend(own: float, fleet: float, share: float) -> float:
+    if share in (0.0, 1.0) or own <= 0.0 or fleet <= 0.0:
+        return own if share > 0.5 else fleet
+    return float(own**share * fleet ** (1.0 - share))

@@ -1,0 +1,388 @@
+"""The fleet as a machine without I/O or clock: events in, a snapshot for one request out.
+
+Theory. Everything that the router knows comes in as an event (events.py); nothing else changes this state, so the
+gateway and the simulator drive the same code, and a log of events replays to the same state. A replica is in one of
+the states of ReplicaStatus; only READY ones appear in snapshots. What it holds is mirrored in the PrefixIndex, what it
+is busy with in its ReplicaLoad, how fast it is in its SpeedModel:
+
+    Joined        a new replica, or a changed description; another incarnation purges it first
+    Restarted     index, leases, load and speed of the old process are gone
+    Left          everything is gone
+    Dispatched    a lease; its blocks predicted and pinned
+    FirstToken    its blocks confirmed, load resynchronised, speed and capacity learned
+    Finished      the lease is over, the blocks stay in the mirror as the youngest
+    Failed        the lease is over; before the first token, what was predicted for it alone is refuted
+
+Events about an unknown replica, and about a lease that is over, was purged or now lives on another replica, are late:
+they are ignored. A second Dispatched for a live lease is a bug of the driver.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from math import ceil
+from typing import Any
+
+from policies.cost import SpeedModel, fleet_rates
+from policies.events import (
+    BlocksCleared,
+    BlocksRemoved,
+    BlocksStored,
+    Dispatched,
+    Event,
+    Failed,
+    FeedLost,
+    Finished,
+    FirstToken,
+    Joined,
+    Left,
+    Restarted,
+    StatsReported,
+    StatusChanged,
+)
+from policies.load import Lease, ReplicaLoad
+from policies.prefix_index import PrefixIndex
+from policies.types import FleetSnapshot, KeySpace, Rates, ReplicaId, ReplicaStatus, ReplicaView, RouteRequest
+
+OUTPUT_WEIGHT = 0.05  # of a new request in the mean output
+
+
+@dataclass(frozen=True, slots=True)
+class FleetConfig:
+    """`default_capacity_tokens` sizes the mirror of a replica that does not tell its number of blocks;
+    `prediction_ttl_s` is how long after a request's end a replica's KV events may still confirm its blocks."""
+
+    default_capacity_tokens: int = 262_144
+    prediction_ttl_s: float = 10.0
+    initial_output_tokens: float = 200.0
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStats:
+    """What the router believes about one replica, for metrics and `explain`."""
+
+    replica_id: ReplicaId
+    incarnation: str
+    status: ReplicaStatus
+    num_waiting: int
+    num_running: int
+    queued_prefill_tokens: int
+    queued_prefill_s: float
+    kv_usage: float
+    num_index_blocks: int
+    index_capacity_blocks: int
+    authoritative: bool
+    trust: float
+    rates: Rates
+
+
+@dataclass(slots=True)
+class _Replica:
+    """Description and state of one replica."""
+
+    replica_id: ReplicaId
+    incarnation: str
+    models: frozenset[str]
+    key_space: KeySpace
+    block_tokens: int
+    num_blocks: int
+    status: ReplicaStatus
+    load: ReplicaLoad = field(default_factory=lambda: ReplicaLoad(SpeedModel()))
+    rates: Rates = field(default_factory=lambda: SpeedModel().own_rates())
+
+
+class FleetState:
+    """See the module's header. Not thread-safe: one driver, one thread."""
+
+    def __init__(self, config: FleetConfig | None = None) -> None:
+        self._config = config or FleetConfig()
+        self._index = PrefixIndex(prediction_ttl_s=self._config.prediction_ttl_s)
+        self._replicas: dict[ReplicaId, _Replica] = {}
+        self._order: tuple[_Replica, ...] = ()
+        self._leases: dict[str, Lease] = {}
+        self._sequence = 0
+        self._last_event_at = 0.0
+        self._mean_output_tokens = self._config.initial_output_tokens
+        self._handlers: dict[type, Callable[[Any], None]] = {
+            Joined: self._joined,
+            Left: self._left,
+            Restarted: self._restarted,
+            StatusChanged: self._status_changed,
+            Dispatched: self._dispatched,
+            FirstToken: self._first_token,
+            Finished: self._finished,
+            Failed: self._failed,
+            StatsReported: self._stats_reported,
+            BlocksStored: self._blocks_stored,
+            BlocksRemoved: self._blocks_removed,
+            BlocksCleared: self._blocks_cleared,
+            FeedLost: self._feed_lost,
+        }
+
+    # What drivers call
+
+    def apply(self, event: Event) -> None:
+        """Let one thing have happened. Late events are ignored."""
+        self._last_event_at = max(self._last_event_at, event.at)
+        self._handlers[type(event)](event)
+
+    def snapshot(self, request: RouteRequest, now: float) -> FleetSnapshot:
+        """The replicas that may take `request` now: READY, serving its model, not excluded; ordered by id."""
+        self._index.expire(now)
+        matches = {space: self._index.match(chain.keys) for space, chain in request.chains.items()}
+        views = tuple(
+            self._view(replica, request, matches.get(replica.key_space), now)
+            for replica in self._order
+            if replica.status is ReplicaStatus.READY
+            and request.model in replica.models
+            and replica.replica_id not in request.excluded
+        )
+        return FleetSnapshot(now, self._sequence, views, self._mean_output_tokens)
+
+    def replica_ids(self) -> tuple[ReplicaId, ...]:
+        return tuple(replica.replica_id for replica in self._order)
+
+    def stats(self, replica_id: ReplicaId, now: float | None = None) -> ReplicaStats:
+        """`now` ages the work clock; without it the time of the last event. Raises KeyError for an unknown replica."""
+        replica = self._replicas[replica_id]
+        load, index = replica.load, self._index
+        now = self._last_event_at if now is None else now
+        return ReplicaStats(
+            replica_id=replica_id,
+            incarnation=replica.incarnation,
+            status=replica.status,
+            num_waiting=len(load.waiting) + load.foreign_waiting,
+            num_running=len(load.running) + load.foreign_running,
+            queued_prefill_tokens=load.queued_tokens(now),
+            queued_prefill_s=load.queued_s(now),
+            kv_usage=load.kv_usage(replica.num_blocks),
+            num_index_blocks=index.num_blocks(replica_id),
+            index_capacity_blocks=index.capacity(replica_id),
+            authoritative=index.authoritative(replica_id),
+            trust=index.trust(replica_id),
+            rates=replica.rates,
+        )
+
+    def num_leases(self) -> int:
+        return len(self._leases)
+
+    def num_index_keys(self) -> int:
+        return len(self._index)
+
+    def check_invariants(self) -> None:
+        self._index.check_invariants()
+        on_replicas: dict[str, Lease] = {}
+        for replica in self._order:
+            replica.load.check_invariants()
+            for lease in (*replica.load.waiting.values(), *replica.load.running.values()):
+                assert lease.replica_id == replica.replica_id
+                on_replicas[lease.request_id] = lease
+        assert on_replicas == self._leases, "a lease without a replica, or a load without its lease"
+        assert [r.replica_id for r in self._order] == sorted(self._replicas)
+
+    def _view(
+        self, replica: _Replica, request: RouteRequest, matches: dict[ReplicaId, int] | None, now: float
+    ) -> ReplicaView:
+        load = replica.load
+        load.forget_old_report(now)
+        num_tokens, matched = request.num_tokens, 0
+        if matches is not None:
+            chain = request.chains[replica.key_space]
+            num_tokens = chain.num_tokens
+            matched = min(matches.get(replica.replica_id, 0) * chain.block_tokens, max(num_tokens - 1, 0))
+        return ReplicaView(
+            replica.replica_id,
+            replica.incarnation,
+            num_tokens,
+            matched,
+            load.queued_tokens(now),
+            load.queued_s(now),
+            len(load.waiting) + load.foreign_waiting,
+            len(load.running) + load.foreign_running,
+            load.kv_usage(replica.num_blocks),
+            replica.rates,
+        )
+
+    # Replicas come and go
+
+    def _joined(self, event: Joined) -> None:
+        known = self._replicas.get(event.replica_id)
+        if known is not None and known.incarnation == event.incarnation and known.key_space == event.key_space:
+            known.models, known.status = event.models, event.status
+            self._resize(known, event.num_blocks)
+            return
+        if known is not None:
+            self._purge(known)
+        replica = _Replica(
+            event.replica_id,
+            event.incarnation,
+            event.models,
+            event.key_space,
+            event.block_tokens,
+            event.num_blocks,
+            event.status,
+        )
+        self._replicas[event.replica_id] = replica
+        self._order = tuple(self._replicas[replica_id] for replica_id in sorted(self._replicas))
+        self._mirror(replica)
+        self._refresh_rates()
+
+    def _left(self, event: Left) -> None:
+        replica = self._replicas.get(event.replica_id)
+        if replica is not None:
+            self._purge(replica)
+            del self._replicas[event.replica_id]
+            self._order = tuple(r for r in self._order if r is not replica)
+            self._refresh_rates()
+
+    def _restarted(self, event: Restarted) -> None:
+        replica = self._replicas.get(event.replica_id)
+        if replica is None:
+            return
+        self._purge(replica)
+        replica.incarnation = event.incarnation
+        replica.num_blocks = event.num_blocks or replica.num_blocks
+        replica.load = ReplicaLoad(SpeedModel())
+        self._mirror(replica)
+        self._refresh_rates()
+
+    def _status_changed(self, event: StatusChanged) -> None:
+        replica = self._replicas.get(event.replica_id)
+        if replica is not None:
+            replica.status = event.status
+
+    def _purge(self, replica: _Replica) -> None:
+        for request_id in (*replica.load.waiting, *replica.load.running):
+            del self._leases[request_id]
+        replica.load.waiting.clear()
+        replica.load.running.clear()
+        self._index.remove(replica.replica_id)
+
+    def _mirror(self, replica: _Replica) -> None:
+        guess = max(self._config.default_capacity_tokens // max(replica.block_tokens, 1), 1)
+        self._index.add(replica.replica_id, replica.num_blocks, guess)
+
+    def _resize(self, replica: _Replica, num_blocks: int | None) -> None:
+        if num_blocks:
+            replica.num_blocks = num_blocks
+            self._index.resize(replica.replica_id, num_blocks)
+
+    # Requests
+
+    def _dispatched(self, event: Dispatched) -> None:
+        replica = self._replicas.get(event.replica_id)
+        self._sequence += 1
+        if replica is None:
+            return
+        assert event.request_id not in self._leases, "a request dispatched twice without Failed in between"
+        chain = event.chain
+        matched = min(event.matched_tokens, max(chain.num_tokens - 1, 0))
+        num_held, num_sure = self._index.pin(event.replica_id, chain.keys)
+        lease = Lease(
+            request_id=event.request_id,
+            replica_id=event.replica_id,
+            chain=chain,
+            matched_tokens=matched,
+            num_held_blocks=num_held,
+            num_sure_blocks=num_sure,
+            prefill_s=replica.rates.prefill_s(chain.num_tokens - matched, matched),
+            dispatched_at=event.at,
+        )
+        self._leases[event.request_id] = lease
+        replica.load.dispatched(lease)
+        self._reserve_output(replica)
+
+    def _first_token(self, event: FirstToken) -> None:
+        lease = self._live_lease(event.request_id, event.replica_id)
+        if lease is not None:
+            self._started(lease, event.at, event.cached_tokens)
+
+    def _started(self, lease: Lease, at: float, cached_tokens: int | None) -> None:
+        """The first token is here: whatever was predicted of this request's prefill is now known."""
+        if lease.first_token_at is not None:
+            return
+        replica = self._replicas[lease.replica_id]
+        self._index.computed(lease.replica_id, lease.chain.keys)
+        self._realised(lease, cached_tokens)
+        if replica.load.first_token(lease, at, cached_tokens):
+            self._refresh_rates()
+
+    def _realised(self, lease: Lease, cached_tokens: int | None) -> None:
+        if cached_tokens is not None:
+            block_tokens = max(lease.chain.block_tokens, 1)
+            # an engine computes at least the last token, so the last block of an even prompt is never reused
+            reusable = (lease.chain.num_tokens - 1) // block_tokens
+            expected = min(lease.num_sure_blocks, reusable)
+            self._index.realised(lease.replica_id, expected, ceil(cached_tokens / block_tokens))
+            lease.num_sure_blocks = 0  # judged once
+
+    def _finished(self, event: Finished) -> None:
+        lease = self._live_lease(event.request_id, event.replica_id)
+        if lease is None:
+            return
+        if lease.first_token_at is None:
+            self._started(lease, event.at, event.cached_tokens)  # not streamed: nothing was heard until now
+            num_output_tokens = None if event.num_output_tokens > 1 else event.num_output_tokens
+        else:
+            self._realised(lease, event.cached_tokens)
+            num_output_tokens = event.num_output_tokens
+        self._mean_output_tokens += OUTPUT_WEIGHT * (event.num_output_tokens - self._mean_output_tokens)
+        self._end(lease, event.at, num_output_tokens, keep_blocks=None)
+
+    def _failed(self, event: Failed) -> None:
+        lease = self._live_lease(event.request_id, event.replica_id)
+        if lease is not None:
+            computed = lease.first_token_at is not None
+            self._end(lease, event.at, None, keep_blocks=None if computed else lease.num_held_blocks)
+
+    def _end(self, lease: Lease, at: float, num_output_tokens: int | None, keep_blocks: int | None) -> None:
+        del self._leases[lease.request_id]
+        replica = self._replicas[lease.replica_id]
+        self._index.unpin(lease.replica_id, lease.chain.keys, at, keep_blocks)
+        if replica.load.ended(lease, at, num_output_tokens):
+            self._refresh_rates()
+        self._reserve_output(replica)
+
+    def _live_lease(self, request_id: str, replica_id: ReplicaId) -> Lease | None:
+        lease = self._leases.get(request_id)
+        return lease if lease is not None and lease.replica_id == replica_id else None
+
+    def _reserve_output(self, replica: _Replica) -> None:
+        num_in_flight = len(replica.load.waiting) + len(replica.load.running)
+        per_request = ceil(self._mean_output_tokens / max(replica.block_tokens, 1))
+        self._index.reserve(replica.replica_id, num_in_flight * per_request if replica.num_blocks else 0)
+
+    # Reports
+
+    def _stats_reported(self, event: StatsReported) -> None:
+        replica = self._replicas.get(event.replica_id)
+        if replica is not None:
+            self._resize(replica, event.num_blocks)
+            replica.load.reported(event, replica.rates)
+
+    def _blocks_stored(self, event: BlocksStored) -> None:
+        if event.replica_id in self._replicas:
+            self._index.store(event.replica_id, event.keys)
+
+    def _blocks_removed(self, event: BlocksRemoved) -> None:
+        if event.replica_id in self._replicas:
+            self._index.discard(event.replica_id, event.keys)
+
+    def _blocks_cleared(self, event: BlocksCleared) -> None:
+        if event.replica_id in self._replicas:
+            self._index.clear(event.replica_id)
+
+    def _feed_lost(self, event: FeedLost) -> None:
+        if event.replica_id in self._replicas:
+            self._index.lose_feed(event.replica_id)
+
+    def _refresh_rates(self) -> None:
+        """Rates of all replicas: newcomers' follow those of their peers (the replicas of the same models)."""
+        by_models: dict[frozenset[str], list[_Replica]] = {}
+        for replica in self._order:
+            by_models.setdefault(replica.models, []).append(replica)
+        for peers in by_models.values():
+            fleet = fleet_rates([peer.load.speed for peer in peers])
+            for peer in peers:
+                peer.rates = peer.load.speed.rates(fleet)

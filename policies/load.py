@@ -1,0 +1,231 @@
+"""What one replica is busy with: leases, the fluid work clock, and traffic that came from elsewhere.
+
+Leases. Every dispatched request holds one, from Dispatched to Finished or Failed: *waiting* until its first token,
+*running* after it. All counters are sums over leases, so they cannot drift.
+
+Work clock. W is the prefill time still ahead of a newcomer: the predicted seconds of the waiting leases, of which the
+oldest (the head) ages with time since it became the head. Every first token resynchronises: its request leaves the sum
+whatever was predicted, and the new head starts to age. A head that overruns its prediction is expected to take half as
+long again as it overran, so that a stalled replica looks worse by the second instead of free.
+
+Reports. A replica's own count covers everybody's requests, ours too, at some moment in the past. When one arrives,
+what it says above our own count is taken for traffic from elsewhere and added to our own until the next report:
+
+    foreign = max(0, reported - own at that moment),   effective = own now + foreign
+
+At the moment of the report this is the greater of both. What we dispatch later is in `own` and never in `foreign`,
+what we finish later leaves `own`: nothing is lost and nothing counted twice. (Dispatches still on the wire make
+`foreign` too small, never too large.) Foreign prefill drains with time at the replica's rate, ahead of ours; a report
+older than FOREIGN_TTL_S counts no more.
+
+Speed. First tokens that come closer together than a tenth of the time they took belong to one step of the engine.
+Such a group, and the time since the group before it or since its first dispatch, make one observation.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from math import inf
+
+from policies.cost import SpeedModel
+from policies.events import StatsReported
+from policies.types import PrefixChain, Rates, ReplicaId
+
+OVERRUN_SHARE = 0.5
+FOREIGN_TTL_S = 30.0
+GROUP_SHARE = 0.1
+GROUP_MIN_S = 0.002
+
+
+@dataclass(slots=True)
+class Lease:
+    """A request on a replica. `num_sure_blocks`: leading blocks thought confirmed there when it was dispatched."""
+
+    request_id: str
+    replica_id: ReplicaId
+    chain: PrefixChain
+    matched_tokens: int
+    num_held_blocks: int
+    num_sure_blocks: int
+    prefill_s: float
+    dispatched_at: float
+    first_token_at: float | None = None
+    unreported: bool = True  # dispatched since the replica's last report
+
+    @property
+    def num_uncached_tokens(self) -> int:
+        return self.chain.num_tokens - self.matched_tokens
+
+    @property
+    def num_blocks(self) -> int:
+        """Blocks that the prompt takes: the full ones and the one begun."""
+        return len(self.chain.keys) + 1
+
+
+@dataclass(slots=True)
+class _Group:
+    """Requests whose first tokens came together."""
+
+    since: float
+    until: float
+    num_requests: int = 0
+    num_uncached: int = 0
+    num_attended: float = 0.0
+
+    def add(self, lease: Lease, cached_tokens: int, at: float) -> None:
+        uncached = max(lease.chain.num_tokens - cached_tokens, 1)
+        self.until = at
+        self.num_requests += 1
+        self.num_uncached += uncached
+        self.num_attended += uncached * (cached_tokens + uncached / 2)
+
+
+class ReplicaLoad:
+    """Leases of one replica in the order of dispatch, and the numbers that follow from them."""
+
+    def __init__(self, speed: SpeedModel) -> None:
+        self.speed = speed
+        self.waiting: dict[str, Lease] = {}
+        self.running: dict[str, Lease] = {}
+        self.kv_tokens = 0  # prompt tokens of the running leases
+        self._waiting_s = 0.0
+        self._waiting_tokens = 0
+        self._unreported_blocks = 0
+        self._head_since = 0.0
+        self._group: _Group | None = None
+        self._last_group_at = 0.0
+        self.report: StatsReported | None = None
+        self._foreign_tokens = 0
+        self._foreign_s = 0.0
+        self.foreign_waiting = 0
+        self.foreign_running = 0
+
+    # Leases
+
+    def dispatched(self, lease: Lease) -> None:
+        if not self.waiting:
+            self._head_since = lease.dispatched_at
+        self.waiting[lease.request_id] = lease
+        self._waiting_s += lease.prefill_s
+        self._waiting_tokens += lease.num_uncached_tokens
+        self._unreported_blocks += lease.num_blocks
+
+    def first_token(self, lease: Lease, at: float, cached_tokens: int | None) -> bool:
+        """Move a lease from waiting to running. True when the speed model learned something."""
+        if lease.request_id not in self.waiting:
+            return False
+        learned = self._observe(lease, at, lease.matched_tokens if cached_tokens is None else cached_tokens)
+        self._leave_waiting(lease, at)
+        lease.first_token_at = at
+        self.running[lease.request_id] = lease
+        self.kv_tokens += lease.chain.num_tokens
+        return learned
+
+    def ended(self, lease: Lease, at: float, num_output_tokens: int | None = None) -> bool:
+        """A lease is over; `num_output_tokens` when it finished. True when the speed model learned something."""
+        self._unreported_blocks -= lease.num_blocks * lease.unreported
+        if lease.request_id in self.waiting:
+            self._leave_waiting(lease, at)
+            return False
+        del self.running[lease.request_id]
+        if num_output_tokens is not None and lease.first_token_at is not None:
+            self.speed.observe_decode(num_output_tokens, at - lease.first_token_at, float(self.kv_tokens))
+        self.kv_tokens -= lease.chain.num_tokens
+        return num_output_tokens is not None
+
+    def _leave_waiting(self, lease: Lease, at: float) -> None:
+        del self.waiting[lease.request_id]
+        self._waiting_tokens -= lease.num_uncached_tokens
+        self._waiting_s = self._waiting_s - lease.prefill_s if self.waiting else 0.0
+        self._head_since = at
+
+    # Speed
+
+    def _observe(self, lease: Lease, at: float, cached_tokens: int) -> bool:
+        group, learned = self._group, False
+        if group is not None and at - group.until > max(GROUP_MIN_S, GROUP_SHARE * (group.until - group.since)):
+            learned = self._close_group()
+            group = None
+        if group is None:
+            group = self._group = _Group(max(lease.dispatched_at, self._last_group_at), at)
+        group.add(lease, cached_tokens, at)
+        if len(self.waiting) == 1:  # only this one: nothing else can belong to the step
+            learned = self._close_group() or learned
+        return learned
+
+    def _close_group(self) -> bool:
+        group, self._group = self._group, None
+        assert group is not None
+        self._last_group_at = group.until
+        seconds = group.until - group.since
+        if seconds <= 0.0 or self.foreign_waiting:
+            return False  # others' prompts were in the way for a time unknown
+        self.speed.observe_prefill(group.num_requests, group.num_uncached, group.num_attended, seconds)
+        return True
+
+    # Reports
+
+    def reported(self, report: StatsReported, rates: Rates) -> None:
+        own_in_flight = len(self.waiting) + len(self.running)
+        foreign = max(report.num_running + report.num_waiting - own_in_flight, 0)
+        self.report = report
+        self.foreign_waiting = min(foreign, max(report.num_waiting - len(self.waiting), 0))
+        self.foreign_running = foreign - self.foreign_waiting
+        self._foreign_tokens = max((report.queued_prefill_tokens or 0) - self._waiting_tokens, 0)
+        self._foreign_s = self._foreign_tokens * rates.linear_s
+        self._count_unreported(report.at)
+
+    def _foreign_left(self, now: float) -> float:
+        """Share of the foreign prefill that is still ahead at `now`."""
+        if self.report is None or not self._foreign_s:
+            return 0.0
+        return max(1.0 - (now - self.report.at) / self._foreign_s, 0.0)
+
+    def forget_old_report(self, now: float) -> None:
+        if self.report is not None and now - self.report.at > FOREIGN_TTL_S:
+            self.report = None
+            self.foreign_waiting = self.foreign_running = self._foreign_tokens = 0
+            self._foreign_s = 0.0
+            self._count_unreported(-inf)
+
+    # Views
+
+    def queued_s(self, now: float) -> float:
+        """The work clock W."""
+        left = self._foreign_s * self._foreign_left(now) if self._foreign_s else 0.0
+        if not self.waiting:
+            return left
+        since = self._head_since
+        if self.report is not None:
+            since = max(since, self.report.at + self._foreign_s) if self._foreign_s else since
+        head = next(iter(self.waiting.values())).prefill_s
+        served = max(now - since, 0.0)
+        remaining = head - served if served <= head else OVERRUN_SHARE * (served - head)
+        return max(self._waiting_s - head, 0.0) + remaining + left
+
+    def queued_tokens(self, now: float) -> int:
+        return self._waiting_tokens + int(self._foreign_tokens * self._foreign_left(now))
+
+    def kv_usage(self, num_blocks: int) -> float:
+        """Share of KV blocks in use: as reported plus the prompts dispatched since, or else our own prompts alone."""
+        own = self._unreported_blocks / num_blocks if num_blocks else 0.0
+        return min(own + (self.report.kv_usage if self.report is not None else 0.0), 1.0)
+
+    def _count_unreported(self, since: float) -> None:
+        self._unreported_blocks = 0
+        for leases in (self.waiting, self.running):
+            for lease in leases.values():
+                lease.unreported = lease.dispatched_at > since
+                self._unreported_blocks += lease.num_blocks * lease.unreported
+
+    def check_invariants(self) -> None:
+        assert not (self.waiting.keys() & self.running.keys())
+        assert self._waiting_tokens == sum(lease.num_uncached_tokens for lease in self.waiting.values())
+        total = sum(lease.prefill_s for lease in self.waiting.values())
+        assert abs(self._waiting_s - total) <= 1e-6 * (1.0 + total)
+        assert self.kv_tokens == sum(lease.chain.num_tokens for lease in self.running.values())
+        assert all(lease.first_token_at is None for lease in self.waiting.values())
+        assert all(lease.first_token_at is not None for lease in self.running.values())
+        fresh = [lease for leases in (self.waiting, self.running) for lease in leases.values() if lease.unreported]
+        assert self._unreported_blocks == sum(lease.num_blocks for lease in fresh)
+        assert min(self.foreign_waiting, self.foreign_running, self._foreign_tokens) >= 0
