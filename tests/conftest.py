@@ -1,0 +1,14 @@
+"""For all tests: the quick ones run first, so that a broken unit is seen before models load."""
+
+from __future__ import annotations
+
+import pytest
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Unit tests, then those that need torch, then those that start the whole product; otherwise in their own order."""
+
+    def stage(item: pytest.Item) -> int:
+        return 2 if item.get_closest_marker("e2e") else 1 if item.get_closest_marker("engine") else 0
+
+    items.sort(key=stage)
