@@ -1,0 +1,182 @@
+"""The worker's command line: `python -m engine_worker --model demo --port 8101`, also reached as `warmgate worker`."""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import ipaddress
+import logging
+import os
+import re
+import sys
+from pathlib import PurePath
+
+import uvloop
+
+from engine_worker.config import EngineConfig
+from engine_worker.serving.server import ServerOptions, bind, serve
+from engine_worker.serving.worker import Worker
+
+LOADER = "engine_worker.model.load:load_model"
+DEMO_NAME = "smollm2-135m-instruct"
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
+_DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def parser() -> argparse.ArgumentParser:
+    made = argparse.ArgumentParser(
+        prog="warmgate worker", description="Serve a model over OpenAI's API, with a prefix cache."
+    )
+    add = made.add_argument
+    add("--model", required=True, help='a folder, a hub id, a .gguf file, or "demo"')
+    add("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
+    add("--port", type=_port, default=8101, help="port to listen on (default %(default)s)")
+    add("--served-model-name", action="append", metavar="NAME", help="name in the API; repeat for aliases")
+    add("--dtype", choices=_DTYPES, default="auto", help="type of weights and KV cache (default %(default)s)")
+    add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to run (default %(default)s)")
+    add("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights from the config")
+    add("--block-size", type=_positive, default=16, help="tokens of a KV block (default %(default)s)")
+    add("--kv-cache-memory", type=size_bytes, metavar="SIZE", help="memory for KV blocks, such as 2GiB")
+    add("--memory-fraction", type=_fraction, default=0.5, help="share of free memory for KV (default %(default)s)")
+    add("--max-model-len", type=_positive, metavar="N", help="tokens of a sequence (default: the model's own limit)")
+    add("--max-num-seqs", type=_positive, default=64, metavar="N", help="sequences at once (default %(default)s)")
+    add(
+        "--max-num-batched-tokens", type=_positive, default=512, metavar="N", help="tokens a step (default %(default)s)"
+    )
+    add("--attention-backend", default="auto", help="auto, reference or cpu (default %(default)s)")
+    add("--threads", type=_positive, metavar="N", help="torch threads (default: this worker's share of the cores)")
+    add("--no-prefix-caching", action="store_true", help="compute every prompt from its start")
+    add("--kv-events-port", type=_events_port, default=0, metavar="PORT", help='0: any free port; "off": none')
+    add("--no-self-test", action="store_true", help="skip the check of the model's attention at load")
+    add("--seed", type=int, default=0, help="seed of unseeded requests and dummy weights (default %(default)s)")
+    add("--trust-remote-code", action="store_true", help="run code that comes with the model")
+    add("--drain-timeout", type=_seconds, default=30.0, metavar="S", help="seconds to finish requests at a stop")
+    return made
+
+
+def main(argv: list[str] | None = None, *, loader: str = LOADER, check_invariants: bool = False) -> int:
+    """Gives the exit code. `loader` names the function that makes the engine's runner; tests put another there."""
+    args = parser().parse_args(argv)
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    logging.getLogger("uvicorn").setLevel(logging.WARNING)
+    try:
+        sock = bind(args.host, args.port)
+    except OSError as error:
+        print(f"warmgate worker: can't listen on {args.host}:{args.port}: {error.strerror}.", file=sys.stderr)
+        return 1
+    host, port = sock.getsockname()[:2]
+    worker = Worker(
+        engine_config(args),
+        served_models(args.model, args.served_model_name),
+        os.environ.get("WARMGATE_SECRET", ""),
+        loader=loader,
+        check_invariants=check_invariants,
+    )
+    if not worker.secret and not _is_loopback(args.host):
+        logging.getLogger("warmgate.worker").warning(
+            "listening on %s without WARMGATE_SECRET: anyone who reaches it can read /internal/state", args.host
+        )
+    logging.getLogger("warmgate.worker").info("worker on http://%s:%d, loading %s", host, port, args.model)
+    options = ServerOptions(host=args.host, port=port, drain_timeout_s=args.drain_timeout)
+    with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
+        return runner.run(serve(worker, sock, options))
+
+
+def engine_config(args: argparse.Namespace) -> EngineConfig:
+    return EngineConfig(
+        model=args.model,
+        dtype=args.dtype,
+        device=args.device,
+        load_format=args.load_format,
+        block_size=args.block_size,
+        kv_cache_memory=args.kv_cache_memory,
+        memory_fraction=args.memory_fraction,
+        max_model_len=args.max_model_len,
+        max_num_seqs=args.max_num_seqs,
+        max_num_batched_tokens=args.max_num_batched_tokens,
+        enable_prefix_caching=not args.no_prefix_caching,
+        attention_backend=args.attention_backend,
+        num_threads=args.threads,
+        seed=args.seed,
+        trust_remote_code=args.trust_remote_code,
+        kv_events_endpoint=kv_events_endpoint(args.host, args.kv_events_port),
+        self_test=not args.no_self_test,
+    )
+
+
+def served_models(model: str, names: list[str] | None) -> tuple[str, ...]:
+    """Names that requests may use, the canonical one first."""
+    if names:
+        return tuple(dict.fromkeys(names))
+    if model == "demo":
+        return (DEMO_NAME, "demo")
+    if model.lower().endswith(".gguf"):
+        return (PurePath(model).stem,)
+    if os.path.isdir(model):
+        return (PurePath(os.path.abspath(model)).name,)
+    return (model,)
+
+
+def kv_events_endpoint(host: str, port: int | None) -> str:
+    """Where the engine publishes: on the HTTP server's address; port 0 stands for any free one."""
+    if port is None:
+        return ""
+    where = "*" if host in ("0.0.0.0", "::") else f"[{host}]" if ":" in host else host
+    return f"tcp://{where}:{port}"
+
+
+def size_bytes(text: str) -> int:
+    """ "2GiB", "500MB", "1.5g" or plain bytes, as a number of bytes."""
+    found = _SIZE.fullmatch(text.strip())
+    if found is None or float(found[1]) <= 0:
+        raise argparse.ArgumentTypeError(f"{text!r} is no size; write for example 2GiB or 500MB")
+    number, unit, binary = found.groups()
+    base = 1000 if text.lower().endswith("b") and not binary else 1024
+    exponent = "KMGT".index(unit.upper()) + 1 if unit else 0
+    return int(float(number) * base**exponent)
+
+
+def _port(text: str) -> int:
+    return int(_within(text, 0, 65535, "a port"))
+
+
+def _events_port(text: str) -> int | None:
+    return None if text == "off" else int(_within(text, 0, 65534, 'a port, or "off"'))
+
+
+def _positive(text: str) -> int:
+    return int(_within(text, 1, 2**31 - 1, "a whole number above 0"))
+
+
+def _within(text: str, low: int, high: int, what: str) -> int:
+    if not text.isascii() or not text.isdigit() or not low <= int(text) <= high:
+        raise argparse.ArgumentTypeError(f"{text!r} is not {what}")
+    return int(text)
+
+
+def _fraction(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a share above 0 and at most 1")
+    return value
+
+
+def _seconds(text: str) -> float:
+    try:
+        value = float(text)
+    except ValueError:
+        value = -1.0
+    if not 0 <= value < 1e6:
+        raise argparse.ArgumentTypeError(f"{text!r} is not a number of seconds")
+    return value
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"

@@ -1,0 +1,106 @@
+"""One sequence's sampled tokens made into text to send: characters whole, stop strings cut, logprobs beside their text.
+
+Text is released when it can no longer change: not before its last character is complete, and not while its end could
+be the beginning of a stop string. A token's logprobs are released with the first of its text, so that what a client
+has received of both always matches.
+
+The token that ends a sequence (an end-of-sequence or stop token) has no text and no logprobs in the answer, unless
+`include_stop` asks for it. Tokens behind a stop string's cut are dropped with their logprobs.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from engine_worker.core.types import FinishReason, SampledToken
+from engine_worker.serving.stop_strings import StopStrings
+from engine_worker.serving.token_text import TextStream
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedToken:
+    """A sampled token and where its text begins in the sequence's output, in characters."""
+
+    token: SampledToken
+    offset: int
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """What may be sent now. `finish_reason` is set exactly once, on the last piece."""
+
+    text: str = ""
+    tokens: tuple[PlacedToken, ...] = ()
+    finish_reason: FinishReason | None = None
+
+    @property
+    def is_empty(self) -> bool:
+        return not self.text and not self.tokens and self.finish_reason is None
+
+
+class SequenceText:
+    """The output text of one sequence. After a piece with a finish_reason nothing more may be pushed."""
+
+    def __init__(
+        self, stream: TextStream, stops: Sequence[str] = (), *, include_stop: bool = False, min_tokens: int = 0
+    ) -> None:
+        self._stream = stream
+        self._stops = StopStrings(stops) if stops else None
+        self._include_stop = include_stop
+        self._min_tokens = min_tokens
+        self._held = ""  # text not released yet
+        self._num_released = 0  # characters released
+        self._pending: list[tuple[PlacedToken, int]] = []  # not released, each with the end of its text
+        self.num_tokens = 0
+        self.finish_reason: FinishReason | None = None
+
+    def push(self, token: SampledToken | None, finish_reason: FinishReason | None) -> Piece:
+        """The next token, and why the engine ended the sequence if it did."""
+        assert self.finish_reason is None, "a finished sequence got another token"
+        if token is not None:
+            self.num_tokens += 1
+            if finish_reason is not FinishReason.STOP or self._include_stop:
+                cut = self._add(token, self._stream.push(token.token_id))
+                if cut is not None:
+                    return self._finish_at(cut)
+        if finish_reason is None:
+            return self._release(len(self._held) - (self._stops.num_held if self._stops else 0))
+        cut = self._add(None, self._stream.flush())
+        if cut is not None:
+            return self._finish_at(cut)
+        self.finish_reason = finish_reason
+        return self._release(len(self._held))
+
+    def _add(self, token: SampledToken | None, text: str) -> int | None:
+        """Take in a token's text. Gives where in the held text the output ends, if a stop string is complete."""
+        start = self._num_released + len(self._held)
+        before = len(self._held)
+        self._held += text
+        if token is not None:
+            self._pending.append((PlacedToken(token, start), start + len(text)))
+        if self._stops is None or not text or self.num_tokens <= self._min_tokens:
+            return None
+        match = self._stops.feed(text)
+        return None if match is None else before + match[1 if self._include_stop else 0]
+
+    def _finish_at(self, cut: int) -> Piece:
+        """End with the text up to `cut`; tokens whose text begins behind it are dropped."""
+        assert cut >= 0, "part of a stop string was released"
+        self._held = self._held[:cut]
+        end = self._num_released + cut
+        self._pending = [(placed, min(stop, end)) for placed, stop in self._pending if placed.offset < end]
+        self.finish_reason = FinishReason.STOP
+        return self._release(cut)
+
+    def _release(self, num_chars: int) -> Piece:
+        text, self._held = self._held[:num_chars], self._held[num_chars:]
+        self._num_released += len(text)
+        if self.finish_reason is not None:
+            at = len(self._pending)
+        else:  # a token without text (part of a character) goes with the one that completes it
+            shown = [i for i, (placed, end) in enumerate(self._pending) if placed.offset < min(end, self._num_released)]
+            at = shown[-1] + 1 if shown else 0
+        tokens = tuple(placed for placed, _ in self._pending[:at])
+        self._pending = self._pending[at:]
+        return Piece(text, tokens, self.finish_reason)

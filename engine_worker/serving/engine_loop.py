@@ -1,0 +1,174 @@
+"""The engine's life after loading: read messages, plan a step, run it, commit it, tell the others.
+
+One thread does it all, so a cancel takes effect between two steps and nothing needs a lock. When there is nothing to
+compute the loop sleeps on the inbox.
+
+A step that raises (out of memory, a fault in a kernel) fails the requests in that step and no others; the engine goes
+on. Three such steps in a row mean that the engine itself is broken: the process ends, and the API process starts a
+fresh one. An exception from the scheduler is our own bug and ends the process at once, before it can corrupt a cache.
+"""
+
+from __future__ import annotations
+
+import sys
+import time
+import traceback
+from collections.abc import Callable
+from typing import Protocol
+
+from engine_worker.core.events import KVEvent
+from engine_worker.core.scheduler import RequestTooLarge, Scheduler
+from engine_worker.core.types import FinishReason, Request, RequestUpdate, StepPlan, StepResult
+from engine_worker.serving.messages import Add, Cancel, FromEngine, Sequence, Shutdown, Stats, Step, ToEngine, Update
+
+MAX_FAILED_STEPS = 3
+_IDLE_POLL_MS = 1000
+
+
+class Runner(Protocol):
+    def execute(self, plan: StepPlan) -> StepResult: ...
+
+    def release(self, request_id: str) -> None: ...
+
+
+class Inbox(Protocol):
+    def receive(self, timeout_ms: int) -> list[ToEngine]:
+        """All waiting messages; with none, wait up to `timeout_ms` for one."""
+        ...
+
+
+class Publisher(Protocol):
+    def publish(self, events: list[KVEvent]) -> None: ...
+
+
+class EngineBroken(Exception):
+    """Steps keep failing; only a fresh process can help."""
+
+
+class EngineLoop:
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        runner: Runner,
+        inbox: Inbox,
+        send: Callable[[FromEngine], None],
+        publisher: Publisher | None,
+        check_invariants: bool = False,
+    ) -> None:
+        self._scheduler = scheduler
+        self._runner = runner
+        self._inbox = inbox
+        self._send = send
+        self._publisher = publisher
+        self._check_invariants = check_invariants
+        self._untouched: dict[str, Request] = {}  # requests without a first token yet
+        self._num_failed_steps = 0
+        self._sent_stats: Stats | None = None
+
+    def run(self, should_stop: Callable[[], bool]) -> None:
+        """Until told to stop. Raises EngineBroken."""
+        while not should_stop():
+            busy = self._scheduler.has_work()
+            refused: list[Update] = []
+            for message in self._inbox.receive(0 if busy else _IDLE_POLL_MS):
+                if isinstance(message, Shutdown):
+                    return
+                refused += self._handle(message)
+            updates, num_tokens = self._step() if self._scheduler.has_work() else ([], 0)
+            if self._check_invariants:
+                self._scheduler.check_invariants()
+            self._tell(refused + updates, num_tokens)
+
+    def _handle(self, message: Add | Cancel) -> list[Update]:
+        """Take a message in. Gives updates for the sequences that can't be accepted."""
+        match message:
+            case Add(sequences=sequences):
+                return [update for sequence in sequences if (update := self._add(sequence))]
+            case Cancel(request_ids=request_ids):
+                for request_id in request_ids:
+                    if self._scheduler.cancel(request_id):
+                        self._forget(request_id)
+        return []
+
+    def _add(self, sequence: Sequence) -> Update | None:
+        request = Request(
+            request_id=sequence.request_id,
+            prompt_ids=tuple(sequence.prompt_ids),
+            params=sequence.params,
+            arrival_s=sequence.arrival_s,
+            salt=sequence.salt,
+            leader_id=sequence.leader_id,
+        )
+        try:
+            self._scheduler.add(request)
+        except RequestTooLarge as error:
+            return Update(sequence.request_id, None, FinishReason.ERROR, error=str(error), error_status=400)
+        self._untouched[sequence.request_id] = request
+        return None
+
+    def _step(self) -> tuple[list[Update], int]:
+        plan = self._scheduler.plan(time.monotonic())
+        result = self._execute(plan)
+        updates = [self._update(update) for update in self._scheduler.commit(plan, result)]
+        return updates, plan.num_tokens
+
+    def _execute(self, plan: StepPlan) -> StepResult:
+        if not plan.segments:
+            return StepResult(sampled={})
+        try:
+            result = self._runner.execute(plan)
+        except Exception as error:
+            self._num_failed_steps += 1
+            traceback.print_exc(file=sys.stderr)
+            if self._num_failed_steps >= MAX_FAILED_STEPS:
+                raise EngineBroken(f"{self._num_failed_steps} steps in a row failed") from error
+            sentence = f"The engine failed in a step with this request ({type(error).__name__})."
+            return StepResult(sampled={}, failed={segment.request.request_id: sentence for segment in plan.segments})
+        self._num_failed_steps = 0
+        return result
+
+    def _update(self, update: RequestUpdate) -> Update:
+        request_id = update.request_id
+        queue_s = prefill_s = None
+        request = self._untouched.pop(request_id, None) if update.token is not None else None
+        if request is not None and request.first_planned_s is not None:
+            queue_s = request.first_planned_s - request.arrival_s
+            prefill_s = time.monotonic() - request.first_planned_s
+        if update.finish_reason is not None:
+            self._forget(request_id)
+        return Update(
+            request_id,
+            update.token,
+            update.finish_reason,
+            update.num_cached_tokens,
+            update.error,
+            queue_s=queue_s,
+            prefill_s=prefill_s,
+        )
+
+    def _forget(self, request_id: str) -> None:
+        self._untouched.pop(request_id, None)
+        self._runner.release(request_id)
+
+    def _tell(self, updates: list[Update], num_tokens: int) -> None:
+        events = self._scheduler.take_events()
+        if events and self._publisher is not None:
+            self._publisher.publish(events)
+        stats = self._stats()
+        if updates or num_tokens or stats != self._sent_stats:
+            self._send(Step(updates, stats, num_tokens))
+            self._sent_stats = stats
+
+    def _stats(self) -> Stats:
+        stats = self._scheduler.stats()
+        return Stats(
+            num_running=stats.num_running,
+            num_waiting=stats.num_waiting,
+            queued_prefill_tokens=stats.queued_prefill_tokens,
+            num_preemptions=stats.num_preemptions,
+            num_blocks=stats.num_blocks,
+            num_free_blocks=stats.num_free_blocks,
+            num_cached_blocks=stats.num_cached_blocks,
+            prefix_cache_queries=stats.prefix_cache_queries,
+            prefix_cache_hits=stats.prefix_cache_hits,
+        )

@@ -1,0 +1,187 @@
+"""The engine process: owns the model, the scheduler and the KV cache, and never touches HTTP.
+
+Started by the API process (engine_supervisor) as `python -m engine_worker.serving.engine_process`. It reads its orders
+from standard input, loads the model with progress messages, and then runs the loop until it is told to stop.
+
+It must not outlive its parent, which may be killed without a word. So it asks the kernel for SIGKILL at the parent's
+death (Linux), and watches standard input, which the parent holds open: its end means the same (everywhere).
+Ctrl-C in a terminal reaches this process too and is ignored: the parent decides when to stop.
+
+Exit codes: 0 told to stop, 1 the model can't be loaded (a LoadFailed message went out), 3 steps keep failing.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import importlib
+import logging
+import os
+import signal
+import sys
+import threading
+from collections.abc import Callable
+from types import FrameType
+from typing import Protocol, cast
+
+import msgspec
+import zmq
+
+from engine_worker.config import EngineConfig, ModelInfo
+from engine_worker.contract.state import TokenizerBundle
+from engine_worker.core.kv_manager import KVCacheManager
+from engine_worker.core.scheduler import Scheduler, SchedulerConfig
+from engine_worker.model.errors import ModelError
+from engine_worker.serving.engine_loop import EngineBroken, EngineLoop, Runner
+from engine_worker.serving.kv_publisher import KVPublisher
+from engine_worker.serving.messages import (
+    FromEngine,
+    LoadFailed,
+    Progress,
+    Ready,
+    StartOrder,
+    ToEngine,
+    decode_to_engine,
+    encode,
+)
+
+logger = logging.getLogger("warmgate.engine")
+
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_EXIT_LOAD_FAILED = 1
+_EXIT_BROKEN = 3
+
+
+class ModelRunner(Runner, Protocol):
+    """What a loader gives: engine_worker.model.runner's, or a test's."""
+
+    info: ModelInfo
+    tokenizer: TokenizerBundle
+
+
+Loader = Callable[[EngineConfig, Callable[[str], None]], ModelRunner]
+
+
+class Pipes:
+    """The two ZMQ pipes to the API process. One thread only."""
+
+    def __init__(self, inbox: str, outbox: str) -> None:
+        self._context = zmq.Context()
+        self._in = self._context.socket(zmq.PULL)
+        self._out = self._context.socket(zmq.PUSH)
+        for socket in (self._in, self._out):
+            socket.set_hwm(0)
+        self._in.connect(inbox)
+        self._out.connect(outbox)
+
+    def send(self, message: FromEngine) -> None:
+        self._out.send(encode(message))
+
+    def receive(self, timeout_ms: int) -> list[ToEngine]:
+        messages: list[ToEngine] = []
+        if not self._in.poll(timeout_ms):
+            return messages
+        while True:
+            try:
+                messages.append(decode_to_engine(self._in.recv(zmq.NOBLOCK)))
+            except zmq.Again:
+                return messages
+
+    def close(self) -> None:
+        self._in.close(0)
+        self._out.close(1000)  # the last words may still be under way
+        self._context.term()
+
+
+class _StopSignal:
+    """Set by SIGTERM. While the model loads, SIGTERM ends the process as it would any other."""
+
+    def __init__(self) -> None:
+        self.is_set = False
+
+    def install(self) -> None:
+        signal.signal(signal.SIGTERM, self._set)
+
+    def _set(self, signum: int, frame: FrameType | None) -> None:
+        self.is_set = True
+
+
+def main() -> int:
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    parent = os.getppid()
+    if sys.platform == "linux":
+        ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, int(signal.SIGKILL), 0, 0, 0)
+    line = sys.stdin.buffer.readline()
+    if not line or os.getppid() != parent:
+        return 0  # the parent has gone already
+    logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
+    order = msgspec.json.decode(line, type=StartOrder)
+    threading.Thread(target=_die_with_parent, daemon=True).start()
+    pipes = Pipes(order.inbox, order.outbox)
+    try:
+        return _serve(order, pipes)
+    finally:
+        pipes.close()
+
+
+def _die_with_parent() -> None:
+    while os.read(sys.stdin.fileno(), 1):  # not through the buffer, whose lock would outlast the main thread
+        pass
+    os._exit(0)
+
+
+def _serve(order: StartOrder, pipes: Pipes) -> int:
+    def progress(detail: str) -> None:
+        pipes.send(Progress(detail))
+
+    publisher: KVPublisher | None = None
+    try:
+        runner = _loader(order.loader)(order.config, progress)
+        scheduler = _scheduler(order.config, runner.info)
+        if order.config.kv_events_endpoint and order.config.enable_prefix_caching:
+            publisher = KVPublisher(order.config.kv_events_endpoint)
+    except ModelError as error:
+        pipes.send(LoadFailed(str(error)))
+        return _EXIT_LOAD_FAILED
+    except (ValueError, OSError, MemoryError, zmq.ZMQError) as error:
+        logger.exception("the engine could not be set up")
+        pipes.send(LoadFailed(f"The engine could not be set up: {error or type(error).__name__}"))
+        return _EXIT_LOAD_FAILED
+    stop = _StopSignal()
+    stop.install()
+    endpoints = (publisher.endpoint, publisher.replay_endpoint) if publisher else ("", "")
+    pipes.send(Ready(runner.info, runner.tokenizer, *endpoints))
+    loop = EngineLoop(scheduler, runner, pipes, pipes.send, publisher, order.check_invariants)
+    try:
+        loop.run(lambda: stop.is_set)
+    except EngineBroken as error:
+        logger.error("the engine gives up: %s", error)
+        return _EXIT_BROKEN
+    finally:
+        if publisher is not None:
+            publisher.close()
+    return 0
+
+
+def _loader(path: str) -> Loader:
+    module, _, name = path.partition(":")
+    return cast(Loader, getattr(importlib.import_module(module), name))
+
+
+def _scheduler(config: EngineConfig, info: ModelInfo) -> Scheduler:
+    kv = KVCacheManager(
+        num_blocks=info.num_blocks,
+        block_size=info.block_size,
+        cache_root=info.cache_root,
+        enable_prefix_caching=config.enable_prefix_caching,
+    )
+    limits = SchedulerConfig(
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=config.max_num_batched_tokens,
+        max_model_len=info.max_model_len,
+        eos_token_ids=frozenset(info.eos_token_ids),
+    )
+    return Scheduler(limits, kv)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

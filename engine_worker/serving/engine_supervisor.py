@@ -1,0 +1,240 @@
+"""Keeps an engine process alive: starts it, passes its messages on, notices its death, starts the next one.
+
+Each life has a random incarnation id and sockets of its own in a private folder (mode 700), so nothing of an earlier
+life can be mistaken for news of this one. Another incarnation means an empty cache, which the gateway must know.
+
+A first load that fails ends the worker with a sentence: the configuration is wrong, and trying again would not mend it.
+Later deaths are met with a restart after a pause that doubles, up to half a minute, and starts over after a life that
+went well. A stopped or endlessly computing engine is killed after `STALL_S` without news while calls wait for it.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import os
+import signal
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import zmq
+import zmq.asyncio
+
+from engine_worker.config import EngineConfig
+from engine_worker.contract.errors import ApiError
+from engine_worker.serving.engine_client import EngineClient
+from engine_worker.serving.messages import (
+    FromEngine,
+    LoadFailed,
+    Progress,
+    Ready,
+    Shutdown,
+    StartOrder,
+    Step,
+    ToEngine,
+    decode_from_engine,
+    encode,
+)
+
+logger = logging.getLogger("warmgate.worker")
+
+STALL_S = 300.0
+STOP_S = 5.0  # how long a process gets to end by itself before it is killed
+_FIRST_PAUSE_S = 0.5
+_LONGEST_PAUSE_S = 30.0
+_GOOD_LIFE_S = 60.0
+
+
+class WorkerFailed(Exception):
+    """The worker can't serve. The message is for the operator."""
+
+
+class EngineSupervisor:
+    """`run` until `stop`. `on_ready` gets each life's Ready; `on_step` each Step; `on_lost` is told of a life's end."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        client: EngineClient,
+        *,
+        loader: str,
+        check_invariants: bool = False,
+        on_ready: Callable[[Ready], None],
+        on_step: Callable[[Step], None],
+        on_lost: Callable[[], None],
+    ) -> None:
+        self._config = config
+        self._client = client
+        self._loader = loader
+        self._check_invariants = check_invariants
+        self._on_ready = on_ready
+        self._on_step = on_step
+        self._on_lost = on_lost
+        self._stopping = False
+        self._process: asyncio.subprocess.Process | None = None
+        self._outbox: zmq.Socket[bytes] | None = None
+        self._load_failure: str | None = None
+        self.ready: Ready | None = None  # of the present life
+        self.incarnation = ""
+        self.detail = "starting"
+
+    async def run(self) -> None:
+        """Lives, one after the other. Returns after `stop`. Raises WorkerFailed where the first load fails."""
+        was_ready = False
+        pause_s = _FIRST_PAUSE_S
+        with tempfile.TemporaryDirectory(prefix="warmgate-") as folder:
+            while not self._stopping:
+                started_s = time.monotonic()
+                was_ready = await self._live(Path(folder)) or was_ready
+                if self._stopping:
+                    return
+                reason = self._load_failure or self._death()
+                if not was_ready:
+                    raise WorkerFailed(reason)
+                if time.monotonic() - started_s > _GOOD_LIFE_S:
+                    pause_s = _FIRST_PAUSE_S
+                self.detail = f"{reason.rstrip('.')}; starting it again in {pause_s:.1f} s"
+                logger.error("%s", self.detail)
+                await asyncio.sleep(pause_s)
+                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+
+    async def stop(self) -> None:
+        """End the process, by force if it takes long. `run` returns after it."""
+        self._stopping = True
+        process = self._process
+        if process is None:
+            return
+        if self._outbox is not None and self.ready is not None:
+            self._send(Shutdown())
+        else:
+            with contextlib.suppress(ProcessLookupError):
+                process.terminate()
+        try:
+            await asyncio.wait_for(process.wait(), STOP_S)
+        except TimeoutError:
+            self.kill()
+
+    def kill(self) -> None:
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):
+                self._process.kill()
+
+    async def _live(self, folder: Path) -> bool:
+        """One life, from start to end. True if it became ready."""
+        self.incarnation = uuid.uuid4().hex
+        self._load_failure = None
+        context = zmq.asyncio.Context()
+        inbox = context.socket(zmq.PULL)
+        self._outbox = zmq.Context.shadow(context.underlying).socket(zmq.PUSH)
+        try:
+            for socket, name in ((inbox, "news"), (self._outbox, "orders")):
+                socket.set_hwm(0)
+                socket.linger = 0
+                socket.bind(f"ipc://{folder}/{self.incarnation[:8]}-{name}")
+            self._process = await self._start(folder)
+            await self._until_death(inbox, self._process)
+            return self.ready is not None
+        finally:
+            self._end_of_life()
+            inbox.close()
+            self._outbox.close()
+            self._outbox = None
+            context.term()
+
+    async def _start(self, folder: Path) -> asyncio.subprocess.Process:
+        order = StartOrder(
+            config=self._config,
+            loader=self._loader,
+            inbox=f"ipc://{folder}/{self.incarnation[:8]}-orders",
+            outbox=f"ipc://{folder}/{self.incarnation[:8]}-news",
+            check_invariants=self._check_invariants,
+        )
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-m",
+            "engine_worker.serving.engine_process",
+            stdin=asyncio.subprocess.PIPE,
+            start_new_session=True,  # signals to our group (Ctrl-C, a service manager's stop) are ours to handle
+            env={key: value for key, value in os.environ.items() if key != "WARMGATE_SECRET"},
+        )
+        assert process.stdin is not None
+        process.stdin.write(msgspec.json.encode(order) + b"\n")  # and the pipe stays open, see engine_process
+        return process
+
+    async def _until_death(self, inbox: zmq.asyncio.Socket, process: asyncio.subprocess.Process) -> None:
+        reader = asyncio.create_task(self._read(inbox))
+        watchdog = asyncio.create_task(self._watch())
+        try:
+            death = asyncio.ensure_future(process.wait())
+            await asyncio.wait((death, reader), return_when=asyncio.FIRST_COMPLETED)
+            if reader.done():  # it can't end but by an exception: our own bug, or a message that we can't read
+                self.kill()
+                await death
+                reader.result()
+            while await inbox.poll(0):  # what it said before it died
+                self._take(decode_from_engine(await inbox.recv()))
+        finally:
+            for task in (reader, watchdog):
+                task.cancel()
+            await asyncio.gather(reader, watchdog, return_exceptions=True)
+            if process.returncode is None:  # we are being cancelled
+                self.kill()
+                await process.wait()
+
+    async def _read(self, inbox: zmq.asyncio.Socket) -> None:
+        while True:
+            self._take(decode_from_engine(await inbox.recv()))
+
+    def _take(self, message: FromEngine) -> None:
+        match message:
+            case Step():
+                self._client.deliver(message)
+                self._on_step(message)
+            case Progress(detail=detail):
+                self.detail = detail
+                logger.info("%s", detail)
+            case Ready():
+                self.ready = message
+                self.detail = ""
+                self._on_ready(message)
+                self._client.connect(self._send)
+            case LoadFailed(message=sentence):
+                self._load_failure = sentence
+
+    def _send(self, message: ToEngine) -> None:
+        if self._outbox is not None:
+            self._outbox.send(encode(message), zmq.NOBLOCK)
+
+    async def _watch(self) -> None:
+        """Kill an engine that gives no news although calls are in flight."""
+        while True:
+            await asyncio.sleep(STALL_S / 20)
+            if self._client.num_in_flight and time.monotonic() - self._client.last_news_s > STALL_S:
+                logger.error("the engine has given no news for %.0f s; killing it", STALL_S)
+                self.kill()
+
+    def _end_of_life(self) -> None:
+        was_ready, self.ready = self.ready is not None, None
+        self._client.lose(
+            ApiError(
+                503,
+                "The engine process has ended; it is being started again. Try again in a moment.",
+                code="engine_restarting",
+                retry_after_s=5,
+            )
+        )
+        if was_ready:
+            self._on_lost()
+
+    def _death(self) -> str:
+        code = self._process.returncode if self._process else None
+        if code is not None and code < 0:
+            hint = " (out of memory?)" if -code == signal.SIGKILL else ""
+            return f"The engine process was ended by {signal.Signals(-code).name}{hint}."
+        return f"The engine process ended with exit code {code}."

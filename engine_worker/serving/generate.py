@@ -1,0 +1,201 @@
+"""The way of one generation request: body, preparation, engine, answer.
+
+The status line waits for the first token, so that whatever fails before it keeps a true status and can be tried
+elsewhere. From then on a failure is an error event at the end of the stream. A client that goes away at any moment
+cancels the request in the engine (the call closes as the exception passes).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+import uuid
+from collections.abc import Callable
+from concurrent.futures import Executor
+
+from engine_worker.contract.errors import ApiError
+from engine_worker.core.types import FinishReason
+from engine_worker.serving import sse
+from engine_worker.serving.detokenizer import Piece, SequenceText
+from engine_worker.serving.engine_client import Call, EngineClient
+from engine_worker.serving.http import Exchange
+from engine_worker.serving.messages import Update
+from engine_worker.serving.metrics import RequestMetrics, WorkerMetrics
+from engine_worker.serving.prepare import PreparedCall, Preparer
+from engine_worker.serving.replies import ChatReply, CompletionReply, Reply, Usage
+from engine_worker.serving.token_text import TokenText
+
+PING_S = 15.0
+_PROMPT_TAIL = 6  # ids of the prompt that a windowed decoder gets as context
+
+
+class Generation:
+    """One request's sequences on their way to text."""
+
+    def __init__(self, prepared: PreparedCall, tokens: TokenText, metrics: RequestMetrics) -> None:
+        self._prepared = prepared
+        self._metrics = metrics
+        self.texts = [self._text(prepared, tokens, p) for p in range(len(prepared.prompts)) for _ in range(prepared.n)]
+        self._cached: dict[int, int] = {}  # prompt -> tokens that its first choice found in the cache
+        self._num_unfinished = len(self.texts)
+
+    @staticmethod
+    def _text(prepared: PreparedCall, tokens: TokenText, prompt: int) -> SequenceText:
+        stream = tokens.stream(prepared.skip_special_tokens, prepared.prompts[prompt][-_PROMPT_TAIL:])
+        return SequenceText(
+            stream,
+            prepared.stops,
+            include_stop=prepared.include_stop,
+            min_tokens=prepared.params[prompt].min_tokens,
+        )
+
+    @property
+    def is_finished(self) -> bool:
+        return self._num_unfinished == 0
+
+    def take(self, call: Call, news: list[tuple[int, Update]]) -> list[tuple[int, Piece]]:
+        """The pieces that the news make. Raises ApiError where a sequence has failed."""
+        pieces = []
+        for index, update in news:
+            text = self.texts[index]
+            if text.finish_reason is not None:
+                continue  # a stop string ended it; the engine was a step ahead
+            if update.finish_reason is FinishReason.ERROR:
+                raise ApiError(update.error_status, update.error or "Generation failed.", code=_error_code(update))
+            if update.finish_reason is FinishReason.ABORT:
+                raise ApiError(503, "The engine dropped this request.", retry_after_s=1)
+            self._note_cached(index, update)
+            self._metrics.token(index, update)
+            piece = text.push(update.token, update.finish_reason)
+            if piece.finish_reason is not None:
+                self._num_unfinished -= 1
+                self._metrics.finished(index, piece.finish_reason, text.num_tokens)
+                call.finish(index)
+            pieces.append((index, piece))
+        return pieces
+
+    def _note_cached(self, index: int, update: Update) -> None:
+        prompt, choice = divmod(index, self._prepared.n)
+        if choice == 0:
+            self._cached.setdefault(prompt, update.num_cached_tokens)
+
+    @property
+    def usage(self) -> Usage:
+        return Usage(
+            prompt_tokens=sum(len(prompt) for prompt in self._prepared.prompts),
+            completion_tokens=sum(text.num_tokens for text in self.texts),
+            cached_tokens=sum(self._cached.values()),
+        )
+
+    def headers(self) -> list[tuple[bytes, bytes]]:
+        """Known once the first choice has a token. With several prompts and a stream: of those that have begun."""
+        return [(b"x-warmgate-cached-tokens", str(self.usage.cached_tokens).encode())]
+
+
+def _error_code(update: Update) -> str | None:
+    return "context_length_exceeded" if update.error_status == 400 else None
+
+
+class Generator:
+    """Serves the two completion routes for one loaded model."""
+
+    def __init__(
+        self, preparer: Preparer, tokens: TokenText, client: EngineClient, metrics: WorkerMetrics, executor: Executor
+    ) -> None:
+        self._preparer = preparer
+        self._tokens = tokens
+        self._client = client
+        self._metrics = metrics
+        self._executor = executor
+
+    async def chat(self, exchange: Exchange) -> None:
+        await self._serve(exchange, self._preparer.chat, ChatReply, "chatcmpl-")
+
+    async def completion(self, exchange: Exchange) -> None:
+        await self._serve(exchange, self._preparer.completion, CompletionReply, "cmpl-")
+
+    async def _serve(
+        self,
+        exchange: Exchange,
+        prepare: Callable[[bytes], PreparedCall],
+        shape: type[ChatReply] | type[CompletionReply],
+        id_prefix: str,
+    ) -> None:
+        arrival_s = time.monotonic()
+        body = await exchange.body()
+
+        async def work() -> None:
+            prepared = await asyncio.get_running_loop().run_in_executor(self._executor, prepare, body)
+            reply = shape(
+                id_prefix + uuid.uuid4().hex,
+                int(time.time()),
+                prepared.model,
+                self._tokens,
+                prepared.num_logprobs,
+                prepared.include_usage,
+            )
+            with (
+                self._metrics.request(prepared, arrival_s) as request_metrics,
+                self._client.submit(prepared) as call,
+            ):
+                generation = Generation(prepared, self._tokens, request_metrics)
+                answer = _stream if prepared.stream else _answer
+                await answer(exchange, generation, call, reply)
+
+        await exchange.while_connected(work())
+
+
+async def _answer(exchange: Exchange, generation: Generation, call: Call, reply: Reply) -> None:
+    """All of the answer in one body."""
+    collected: list[list[Piece]] = [[] for _ in generation.texts]
+    while not generation.is_finished:
+        for index, piece in generation.take(call, await call.news()):
+            collected[index].append(piece)
+    body = reply.whole([_joined(pieces) for pieces in collected], generation.usage)
+    await exchange.respond(200, body, generation.headers())
+
+
+def _joined(pieces: list[Piece]) -> Piece:
+    return Piece(
+        "".join(piece.text for piece in pieces),
+        tuple(token for piece in pieces for token in piece.tokens),
+        pieces[-1].finish_reason,
+    )
+
+
+async def _stream(exchange: Exchange, generation: Generation, call: Call, reply: Reply) -> None:
+    """The answer as it comes, from the first choice's first token on."""
+    pieces: list[tuple[int, Piece]] = []
+    while not any(index == 0 for index, _ in pieces):
+        pieces += generation.take(call, await call.news())
+    pieces.sort(key=lambda item: item[0] != 0)  # stable: the first choice's pieces lead
+    await exchange.start(200, [*sse.HEADERS, *generation.headers()])
+    opened: set[int] = set()
+    try:
+        while True:
+            payloads = [payload for index, piece in pieces for payload in _payloads(reply, opened, index, piece)]
+            if generation.is_finished:
+                await exchange.end(sse.frames([*payloads, *reply.closing(generation.usage)]) + sse.DONE)
+                return
+            if payloads:
+                await exchange.write(sse.frames(payloads))
+            pieces = generation.take(call, await _news_with_pings(exchange, call))
+    except ApiError as error:
+        await exchange.end(sse.error_event(error))
+
+
+def _payloads(reply: Reply, opened: set[int], index: int, piece: Piece) -> list[bytes]:
+    payloads = []
+    if index not in opened:
+        opened.add(index)
+        payloads += reply.opening(index)
+    return payloads if piece.is_empty else payloads + reply.chunks(index, piece)
+
+
+async def _news_with_pings(exchange: Exchange, call: Call) -> list[tuple[int, Update]]:
+    while True:
+        try:
+            async with asyncio.timeout(PING_S):
+                return await call.news()
+        except TimeoutError:
+            await exchange.write(sse.PING)

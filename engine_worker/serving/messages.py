@@ -1,0 +1,122 @@
+"""What the API process and the engine process say to each other, as msgpack over two ZMQ pipes.
+
+API to engine: `Add` (all sequences of one API request at once, leaders first), `Cancel`, `Shutdown`.
+Engine to API: `Progress` while loading, then `Ready` or `LoadFailed`, then a `Step` after every engine step and
+whenever the load changed.
+
+Both sides belong to one release, so the messages carry no version. Each life of the engine has sockets of its own, so
+a message can't come from an earlier one.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine_worker.config import EngineConfig, ModelInfo
+from engine_worker.contract.state import TokenizerBundle
+from engine_worker.core.types import FinishReason, SampledToken, SamplingParams
+
+
+class StartOrder(msgspec.Struct, frozen=True, kw_only=True):
+    """The first line on the engine process's standard input, as JSON. That pipe's end means that the parent is gone.
+
+    loader            "module:function" that gives a ModelRunner for a config and a progress callback
+    inbox, outbox     ZMQ endpoints that the API process has bound: the engine pulls from one and pushes to the other
+    check_invariants  check the scheduler and the cache after every step (slow; for tests)
+    """
+
+    config: EngineConfig
+    loader: str
+    inbox: str
+    outbox: str
+    check_invariants: bool = False
+
+
+class Sequence(msgspec.Struct, frozen=True, array_like=True):
+    """One sequence to generate. `arrival_s` is CLOCK_MONOTONIC, which all processes of a machine share."""
+
+    request_id: str
+    prompt_ids: list[int]
+    params: SamplingParams
+    arrival_s: float
+    salt: str = ""
+    leader_id: str | None = None
+
+
+class Add(msgspec.Struct, frozen=True, array_like=True, tag="add"):
+    sequences: list[Sequence]
+
+
+class Cancel(msgspec.Struct, frozen=True, array_like=True, tag="cancel"):
+    request_ids: list[str]
+
+
+class Shutdown(msgspec.Struct, frozen=True, array_like=True, tag="shutdown"):
+    pass
+
+
+class Progress(msgspec.Struct, frozen=True, array_like=True, tag="progress"):
+    """One line about loading."""
+
+    detail: str
+
+
+class Ready(msgspec.Struct, frozen=True, array_like=True, tag="ready"):
+    info: ModelInfo
+    tokenizer: TokenizerBundle
+    kv_events_endpoint: str
+    kv_events_replay_endpoint: str
+
+
+class LoadFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
+    """The model can't be served; trying again would end the same way."""
+
+    message: str
+
+
+class Update(msgspec.Struct, frozen=True, array_like=True):
+    """News of one sequence.
+
+    error_status  the HTTP status that `error` deserves
+    queue_s, prefill_s
+                  with the first token only: seconds from arrival to the first step, and from there to the token
+    """
+
+    request_id: str
+    token: SampledToken | None
+    finish_reason: FinishReason | None
+    num_cached_tokens: int = 0
+    error: str | None = None
+    error_status: int = 500
+    queue_s: float | None = None
+    prefill_s: float | None = None
+
+
+class Stats(msgspec.Struct, frozen=True, array_like=True):
+    """The engine's load after a step. `num_preemptions` and the two prefix cache counts grow over the engine's life."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    queued_prefill_tokens: int = 0
+    num_preemptions: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_cached_blocks: int = 0
+    prefix_cache_queries: int = 0
+    prefix_cache_hits: int = 0
+
+
+class Step(msgspec.Struct, frozen=True, array_like=True, tag="step"):
+    """After an engine step (or a change of load without one: `num_tokens` 0)."""
+
+    updates: list[Update]
+    stats: Stats
+    num_tokens: int
+
+
+ToEngine = Add | Cancel | Shutdown
+FromEngine = Progress | Ready | LoadFailed | Step
+
+encode = msgspec.msgpack.Encoder().encode
+decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode
+decode_from_engine = msgspec.msgpack.Decoder(FromEngine).decode

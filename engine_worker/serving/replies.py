@@ -1,0 +1,196 @@
+"""The JSON of answers: whole ones and stream chunks, of chat and of plain completions.
+
+What clients trip over, and therefore the rules here: `role` only in a choice's first delta; absent keys are absent, not
+null (a `tool_calls: []` on plain text sends agents looking for calls); `object`, `id`, `created` and `model` are the
+same in all chunks of an answer; `finish_reason` comes exactly once a choice; with `include_usage` a last chunk without
+choices carries the usage and all others `usage: null`, and without it no chunk mentions usage.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import msgspec
+
+from engine_worker.serving.detokenizer import Piece, PlacedToken
+from engine_worker.serving.token_text import TokenText
+
+Json = dict[str, Any]
+_MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON can't say
+
+encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Tokens of one API request. A prompt counts once, however many choices it has."""
+
+    prompt_tokens: int
+    completion_tokens: int
+    cached_tokens: int
+
+    def json(self) -> Json:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+        }
+
+
+class Reply(Protocol):
+    """The shape of one endpoint's answers. One object an API request."""
+
+    def whole(self, pieces: list[Piece], usage: Usage) -> bytes:
+        """The body of an answer that is not streamed. One piece a choice, in order."""
+        ...
+
+    def opening(self, index: int) -> list[bytes]:
+        """Chunks that come before a choice's first text."""
+        ...
+
+    def chunks(self, index: int, piece: Piece) -> list[bytes]:
+        """Chunks for a piece that is not empty."""
+        ...
+
+    def closing(self, usage: Usage) -> list[bytes]:
+        """Chunks after the last choice has ended."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class _Envelope:
+    """What every answer and every chunk of it repeats."""
+
+    id: str
+    object: str
+    created: int
+    model: str
+
+    def json(self, choices: list[Json], **more: Any) -> Json:
+        return {
+            "id": self.id,
+            "object": self.object,
+            "created": self.created,
+            "model": self.model,
+            "choices": choices,
+            **more,
+        }
+
+
+class ChatReply:
+    def __init__(
+        self, id: str, created: int, model: str, tokens: TokenText, num_logprobs: int | None, include_usage: bool
+    ) -> None:
+        self._whole = _Envelope(id, "chat.completion", created, model)
+        self._chunk = _Envelope(id, "chat.completion.chunk", created, model)
+        self._tokens = tokens
+        self._num_logprobs = num_logprobs
+        self._more: Json = {"usage": None} if include_usage else {}
+        self._include_usage = include_usage
+
+    def whole(self, pieces: list[Piece], usage: Usage) -> bytes:
+        choices = [
+            {
+                "index": index,
+                "message": {"role": "assistant", "content": piece.text, "refusal": None},
+                "logprobs": self._logprobs(piece),
+                "finish_reason": piece.finish_reason,
+            }
+            for index, piece in enumerate(pieces)
+        ]
+        return encode(self._whole.json(choices, usage=usage.json()))
+
+    def opening(self, index: int) -> list[bytes]:
+        return [self._delta(index, {"role": "assistant", "content": ""})]
+
+    def chunks(self, index: int, piece: Piece) -> list[bytes]:
+        frames = []
+        if piece.text or piece.tokens:
+            frames.append(self._delta(index, {"content": piece.text}, logprobs=self._logprobs(piece)))
+        if piece.finish_reason is not None:
+            frames.append(self._delta(index, {}, finish_reason=piece.finish_reason))
+        return frames
+
+    def closing(self, usage: Usage) -> list[bytes]:
+        return [encode(self._chunk.json([], usage=usage.json()))] if self._include_usage else []
+
+    def _delta(self, index: int, delta: Json, logprobs: Json | None = None, finish_reason: str | None = None) -> bytes:
+        choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        return encode(self._chunk.json([choice], **self._more))
+
+    def _logprobs(self, piece: Piece) -> Json | None:
+        if self._num_logprobs is None:
+            return None
+        return {"content": [self._token(placed) for placed in piece.tokens], "refusal": None}
+
+    def _token(self, placed: PlacedToken) -> Json:
+        token = placed.token
+        top = token.top_logprobs[: self._num_logprobs]
+        return {
+            **self._entry(token.token_id, token.logprob),
+            "top_logprobs": [self._entry(token_id, logprob) for token_id, logprob in top],
+        }
+
+    def _entry(self, token_id: int, logprob: float | None) -> Json:
+        return {
+            "token": self._tokens.string_of(token_id),
+            "logprob": _clamped(logprob),
+            "bytes": list(self._tokens.bytes_of(token_id)),
+        }
+
+
+class CompletionReply:
+    def __init__(
+        self, id: str, created: int, model: str, tokens: TokenText, num_logprobs: int | None, include_usage: bool
+    ) -> None:
+        self._envelope = _Envelope(id, "text_completion", created, model)
+        self._tokens = tokens
+        self._num_logprobs = num_logprobs
+        self._more: Json = {"usage": None} if include_usage else {}
+        self._include_usage = include_usage
+
+    def whole(self, pieces: list[Piece], usage: Usage) -> bytes:
+        choices = [self._choice(index, piece) for index, piece in enumerate(pieces)]
+        return encode(self._envelope.json(choices, usage=usage.json()))
+
+    def opening(self, index: int) -> list[bytes]:
+        return []
+
+    def chunks(self, index: int, piece: Piece) -> list[bytes]:
+        return [encode(self._envelope.json([self._choice(index, piece)], **self._more))]
+
+    def closing(self, usage: Usage) -> list[bytes]:
+        return [encode(self._envelope.json([], usage=usage.json()))] if self._include_usage else []
+
+    def _choice(self, index: int, piece: Piece) -> Json:
+        return {
+            "index": index,
+            "text": piece.text,
+            "logprobs": self._logprobs(piece),
+            "finish_reason": piece.finish_reason,
+        }
+
+    def _logprobs(self, piece: Piece) -> Json | None:
+        if self._num_logprobs is None:
+            return None
+        return {
+            "tokens": [self._tokens.string_of(placed.token.token_id) for placed in piece.tokens],
+            "token_logprobs": [_clamped(placed.token.logprob) for placed in piece.tokens],
+            "top_logprobs": [self._top(placed) for placed in piece.tokens],
+            "text_offset": [placed.offset for placed in piece.tokens],
+        }
+
+    def _top(self, placed: PlacedToken) -> Json:
+        """String -> logprob, likeliest first, the sampled token among them. Of equal strings the likelier counts."""
+        token = placed.token
+        result: Json = {}
+        for token_id, logprob in token.top_logprobs[: self._num_logprobs]:
+            result.setdefault(self._tokens.string_of(token_id), _clamped(logprob))
+        result.setdefault(self._tokens.string_of(token.token_id), _clamped(token.logprob))
+        return result
+
+
+def _clamped(logprob: float | None) -> float | None:
+    return None if logprob is None else max(logprob, _MIN_LOGPROB)
