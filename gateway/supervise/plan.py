@@ -1,20 +1,16 @@
 """From the options of `warmgate up` to the command and environment of every child.
 
-Workers on one machine share it: each gets `max(1, cores // workers)` threads and an equal share of the memory that one
-worker alone would take. The cores are those this process may use (affinity), not those the machine has.
+Workers on one machine share it: told by WARMGATE_WORKERS_ON_MACHINE how many they are, each takes its part of the cores
+that it may use (`max(1, cores // workers)` threads) and of the memory that one worker alone would take.
 """
 
 from __future__ import annotations
 
-import os
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 
 from gateway.supervise.machine import Role
-
-MEMORY_FRACTION = 0.5  # of what is free, for the KV blocks of all workers together
-
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpOptions:
@@ -44,16 +40,6 @@ class ChildSpec:
     env: Mapping[str, str] = field(default_factory=dict)
 
 
-def available_cores() -> int:
-    if hasattr(os, "sched_getaffinity"):
-        return len(os.sched_getaffinity(0))
-    return os.cpu_count() or 1
-
-
-def threads_per_worker(num_cores: int, num_workers: int) -> int:
-    return max(1, num_cores // num_workers)
-
-
 def reachable(host: str) -> str:
     """The address to call a server on that binds to `host`."""
     if host in ("0.0.0.0", ""):
@@ -63,18 +49,16 @@ def reachable(host: str) -> str:
     return f"[{host}]" if ":" in host else host
 
 
-def children(options: UpOptions, num_cores: int) -> list[ChildSpec]:
+def children(options: UpOptions) -> list[ChildSpec]:
     """The workers, then the gateway; they start together, and the gateway waits for the workers by itself."""
-    workers = [_worker(options, index, port, num_cores) for index, port in enumerate(options.worker_ports())]
+    workers = [_worker(options, index, port) for index, port in enumerate(options.worker_ports())]
     return [*workers, _gateway(options, [worker.url for worker in workers])]
 
 
-def _worker(options: UpOptions, index: int, port: int, num_cores: int) -> ChildSpec:
+def _worker(options: UpOptions, index: int, port: int) -> ChildSpec:
     command = (
         *(sys.executable, "-m", "engine_worker"),
         *("--model", options.model, "--host", "127.0.0.1", "--port", str(port)),
-        *("--num-threads", str(threads_per_worker(num_cores, options.num_workers))),
-        *("--memory-fraction", f"{MEMORY_FRACTION / options.num_workers:.4g}"),
         *options.worker_args,
     )
     env = {"WARMGATE_WORKERS_ON_MACHINE": str(options.num_workers)}

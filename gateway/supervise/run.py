@@ -138,7 +138,7 @@ def up(options: UpOptions) -> int:
     except preflight.CannotStart as problem:
         print(problem, file=sys.stderr)
         return 1
-    specs = plan.children(options, plan.available_cores())
+    specs = plan.children(options)
     screen = Screen([spec.name for spec in specs])
     try:
         return asyncio.run(Driver(specs, screen, options, RestartRules()).run())

@@ -269,21 +269,18 @@ class TestPreflight:
 
 
 class TestPlan:
-    def test_cores_and_memory_are_shared_out(self) -> None:
-        assert [plan.threads_per_worker(cores, 2) for cores in (1, 2, 3, 8)] == [1, 1, 1, 4]
-        *workers, gateway = plan.children(UpOptions(num_workers=2, worker_args=("--dtype", "float32")), num_cores=8)
+    def test_every_worker_knows_how_many_share_the_machine_and_the_gateway_knows_them_all(self) -> None:
+        *workers, gateway = plan.children(UpOptions(num_workers=2, worker_args=("--dtype", "float32")))
         for index, worker in enumerate(workers):
             command = " ".join(worker.command)
             assert f"--port {8101 + index}" in command
-            assert "--num-threads 4" in command
-            assert "--memory-fraction 0.25" in command
             assert command.endswith("--dtype float32")
             assert worker.env["WARMGATE_WORKERS_ON_MACHINE"] == "2"
         assert "--replica http://127.0.0.1:8101 --replica http://127.0.0.1:8102" in " ".join(gateway.command)
 
     @pytest.mark.parametrize(("host", "url"), [("0.0.0.0", "http://127.0.0.1:1"), ("::", "http://[::1]:1")])
     def test_a_wildcard_address_is_called_on_loopback(self, host: str, url: str) -> None:
-        assert plan.children(UpOptions(host=host, port=1), 1)[-1].url == url
+        assert plan.children(UpOptions(host=host, port=1))[-1].url == url
 
 
 def test_the_printed_snippet_is_python_and_the_curl_line_is_one_line() -> None:
