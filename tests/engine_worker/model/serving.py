@@ -1,0 +1,151 @@
+"""The engine without its processes: the real scheduler, runner and sampler around a model, driven step by step."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import torch
+from transformers import PreTrainedModel
+
+from engine_worker.config import ModelInfo
+from engine_worker.contract.state import TokenizerBundle
+from engine_worker.core.kv_manager import KVCacheManager
+from engine_worker.core.scheduler import Scheduler, SchedulerConfig
+from engine_worker.core.types import FinishReason, Request, SampledToken, SamplingParams, Segment
+from engine_worker.model.attention import AttentionBackend
+from engine_worker.model.backend_cpu import CPUBackend
+from engine_worker.model.families import num_layers
+from engine_worker.model.kv_tensors import KVTensors
+from engine_worker.model.packed_model import PackedModel
+from engine_worker.model.runner import ModelRunner
+from engine_worker.model.sampler import Sampler
+
+MAX_MODEL_LEN = 512
+
+
+class RecordingSampler(Sampler):
+    """The real sampler, which also keeps the logits that each request's tokens were chosen from."""
+
+    def __init__(self, vocab_size: int, device: torch.device) -> None:
+        super().__init__(vocab_size, (), device)
+        self.rows: dict[str, list[torch.Tensor]] = {}
+
+    def sample(
+        self, logits: torch.Tensor, segments: Sequence[Segment]
+    ) -> tuple[dict[str, SampledToken], dict[str, str]]:
+        for segment, row in zip(segments, logits, strict=True):
+            self.rows.setdefault(segment.request.request_id, []).append(row.clone())
+        return super().sample(logits, segments)
+
+
+@dataclass
+class Answer:
+    """A request's end: its tokens, the logits before each, and how it ended."""
+
+    token_ids: list[int] = field(default_factory=list)
+    logits: list[torch.Tensor] = field(default_factory=list)
+    num_cached_tokens: int = 0
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+
+
+class TinyEngine:
+    """Scheduler, cache manager and runner over one model. Invariants of all three are checked after every step."""
+
+    def __init__(
+        self,
+        module: PreTrainedModel,
+        *,
+        num_blocks: int = 256,
+        block_size: int = 4,
+        budget: int = 1 << 20,
+        backend: AttentionBackend | None = None,
+        max_num_seqs: int = 16,
+        check: bool = True,
+    ) -> None:
+        vocab_size = module.config.get_text_config().vocab_size
+        layers, device = num_layers(module), module.device
+        info = ModelInfo(
+            model="tiny",
+            architecture=type(module).__name__,
+            vocab_size=vocab_size,
+            eos_token_ids=(),
+            max_model_len=MAX_MODEL_LEN,
+            num_layers=layers,
+            block_size=block_size,
+            num_blocks=num_blocks,
+            kv_block_bytes=0,
+            weight_bytes=0,
+            dtype=str(module.dtype),
+            device=str(device),
+            attention_backend="cpu",
+            num_threads=1,
+            cache_root=b"tiny",
+        )
+        bundle = TokenizerBundle(
+            fingerprint="", tokenizer_json="", chat_template=None, special_tokens={}, max_model_len=MAX_MODEL_LEN
+        )
+        self.model = PackedModel(module, backend or CPUBackend(), KVTensors(layers, num_blocks, block_size, device))
+        self.sampler = RecordingSampler(vocab_size, device)
+        self.runner = ModelRunner(self.model, self.sampler, info, bundle, max_num_seqs)
+        self.kv = KVCacheManager(num_blocks, block_size, info.cache_root)
+        config = SchedulerConfig(
+            max_num_seqs=max_num_seqs,
+            max_num_batched_tokens=budget,
+            max_model_len=MAX_MODEL_LEN,
+            eos_token_ids=frozenset(),
+        )
+        self.scheduler = Scheduler(config, self.kv)
+        self.check = check
+        self.num_steps = 0
+        self._num_added = 0
+
+    def add(self, prompt: Sequence[int], params: SamplingParams) -> str:
+        request_id = f"r{self._num_added}"
+        self._num_added += 1
+        self.scheduler.add(
+            Request(request_id=request_id, prompt_ids=tuple(prompt), params=params, arrival_s=float(self._num_added))
+        )
+        return request_id
+
+    def run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        max_tokens: int,
+        *,
+        before_step: Callable[[int, list[str]], None] | None = None,
+    ) -> list[Answer]:
+        """Greedy answers to the prompts, all submitted at once. `before_step(step, ids)` may cancel or add."""
+        params = SamplingParams(max_tokens=max_tokens, temperature=0.0)
+        ids = [self.add(prompt, params) for prompt in prompts]
+        answers = {request_id: Answer() for request_id in ids}
+        step = 0
+        while self.scheduler.has_work():
+            if before_step is not None:
+                before_step(step, ids)
+            self.step(answers)
+            step += 1
+        for request_id, answer in answers.items():
+            answer.logits = self.sampler.rows.pop(request_id, [])
+        return [answers[request_id] for request_id in ids]
+
+    def step(self, answers: dict[str, Answer]) -> None:
+        plan = self.scheduler.plan(float(self.num_steps))
+        self.num_steps += 1
+        for update in self.scheduler.commit(plan, self.runner.execute(plan)):
+            answer = answers.setdefault(update.request_id, Answer())
+            if update.token is not None:
+                answer.token_ids.append(update.token.token_id)
+            answer.num_cached_tokens = update.num_cached_tokens
+            if update.finish_reason is not None:
+                answer.finish_reason, answer.error = update.finish_reason, update.error
+                self.runner.release(update.request_id)
+        self.scheduler.take_events()
+        if self.check:
+            self.scheduler.check_invariants()
+            self.runner.check_invariants()
+
+    def cancel(self, request_id: str) -> None:
+        self.scheduler.cancel(request_id)
+        self.runner.release(request_id)

@@ -1,0 +1,268 @@
+"""Greedy answers equal transformers' own, one request at a time, whatever the batch, the chunks and the cache do.
+
+For every family that is served: a tiny random model, whose windows the prompts outgrow. The reference is
+`module.generate` with transformers' eager attention and cache, each prompt alone. Logits are compared too: a family may
+keep its tokens with logits that are far off. Tokens may differ only where the reference itself is undecided (its two
+best logits closer than MIN_GAP); from there on the two texts are different ones and are not compared.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from functools import cache
+from itertools import product
+
+import pytest
+import torch
+
+from engine_worker.core.types import FinishReason
+from engine_worker.model import attention
+from engine_worker.model.attention import AttentionCall
+from engine_worker.model.backend_cpu import CPUBackend
+from engine_worker.model.backend_reference import ReferenceBackend
+from engine_worker.model.kv_tensors import KVTensors
+from engine_worker.model.masks import CAUSAL
+from engine_worker.model.packing import PackedBatch
+from tests.engine_worker.model.serving import Answer, TinyEngine
+from tests.engine_worker.model.tiny_models import FAMILIES, VOCAB, WINDOW, tiny_model
+
+pytestmark = pytest.mark.engine
+
+MAX_TOKENS = 20
+MIN_GAP = 1e-3
+LOGIT_TOLERANCE = 3e-4  # of the logits' standard deviation
+UNLIMITED = 1 << 20
+SMALL_POOL = {3: 15, 8: 30}  # blocks of 4 tokens, for batches of so many: too few for all, enough for any one
+
+FULL_PRODUCT = ("llama", "gemma3_text", "gpt_oss")
+REDUCED = tuple(family for family in FAMILIES if family not in FULL_PRODUCT)
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> None:
+    torch.set_num_threads(1)
+
+
+@cache
+def prompts() -> list[list[int]]:
+    """Eight prompts of 3 to 45 tokens. Some share prefixes; one is a whole number of blocks and one repeats another."""
+    rng = random.Random(7)
+
+    def fresh(length: int) -> list[int]:
+        return [rng.randrange(3, VOCAB) for _ in range(length)]
+
+    shared = fresh(17)
+    return [
+        shared + fresh(6),
+        fresh(7),
+        shared + fresh(9),
+        fresh(45),
+        fresh(16),
+        shared[:16],
+        fresh(3),
+        shared + fresh(6)[:1],
+    ]
+
+
+@cache
+def model(family: str):  # type: ignore[no-untyped-def]
+    return tiny_model(family)
+
+
+@cache
+def reference(family: str) -> list[Answer]:
+    """transformers' greedy answers, one request at a time, with its own cache."""
+    module = model(family)
+    module.set_attn_implementation("eager")
+    answers = []
+    try:
+        for prompt in prompts():
+            ids = torch.tensor([prompt])
+            out = module.generate(
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=MAX_TOKENS,
+                do_sample=False,
+                use_cache=True,
+                eos_token_id=-1,
+                pad_token_id=0,
+                output_logits=True,
+                return_dict_in_generate=True,
+            )
+            answers.append(Answer(out.sequences[0, len(prompt) :].tolist(), [row[0].float() for row in out.logits]))
+    finally:
+        module.set_attn_implementation(attention.NAME)
+    assert all(len(answer.token_ids) == MAX_TOKENS for answer in answers)
+    return answers
+
+
+def largest_error(answer: Answer, expected: Answer) -> float:
+    """Assert equal tokens (up to an undecided one) and return the largest logit error over the logits' deviation."""
+    assert len(answer.logits) == len(answer.token_ids)
+    worst = 0.0
+    for i, (ours, theirs) in enumerate(zip(answer.logits, expected.logits, strict=False)):
+        worst = max(worst, float((ours - theirs).abs().max() / theirs.std()))
+        if answer.token_ids[i] != expected.token_ids[i]:
+            best, second = theirs.topk(2).values.tolist()
+            assert best - second < MIN_GAP, f"token {i} differs: {answer.token_ids[i]}, not {expected.token_ids[i]}"
+            return worst
+    return worst
+
+
+def assert_equal(answers: list[Answer], expected: list[Answer]) -> None:
+    for number, (answer, truth) in enumerate(zip(answers, expected, strict=True)):
+        assert answer.error is None
+        assert answer.finish_reason is FinishReason.LENGTH
+        assert len(answer.token_ids) == MAX_TOKENS
+        error = largest_error(answer, truth)
+        assert error < LOGIT_TOLERANCE, f"prompt {number}: logits are off by {error:.2g} of their deviation"
+
+
+@dataclass(frozen=True)
+class Setting:
+    """One point of the matrix. Every setting runs cold, and then once more on the warm cache."""
+
+    batch: int
+    budget: int
+    preempt: bool = False
+    cancel: bool = False
+
+    def __str__(self) -> str:
+        extras = "".join(f" {name}" for name in ("preempt", "cancel") if getattr(self, name))
+        return f"batch {self.batch} budget {'any' if self.budget == UNLIMITED else self.budget}{extras}"
+
+    @property
+    def is_possible(self) -> bool:
+        return self.batch > 1 or not (self.preempt or self.cancel)
+
+
+MATRIX = [
+    setting
+    for batch, budget, preempt, cancel in product((1, 3, 8), (16, 64, UNLIMITED), (False, True), (False, True))
+    if (setting := Setting(batch, budget, preempt, cancel)).is_possible
+]
+COVERING = [
+    Setting(1, 64),
+    Setting(3, UNLIMITED, preempt=True),
+    Setting(8, 16, preempt=True, cancel=True),
+    Setting(8, 64, cancel=True),
+]
+
+
+def check(family: str, setting: Setting) -> None:
+    chosen, expected = prompts()[: setting.batch], reference(family)[: setting.batch]
+    num_blocks = SMALL_POOL[setting.batch] if setting.preempt else 256
+    engine = TinyEngine(model(family), budget=setting.budget, num_blocks=num_blocks)
+    cancel = canceller(engine, setting.batch // 2) if setting.cancel else None
+    for warm in (False, True):
+        answers = engine.run(chosen, MAX_TOKENS, before_step=cancel)
+        kept = [i for i in range(setting.batch) if not (setting.cancel and i == setting.batch // 2)]
+        assert_equal([answers[i] for i in kept], [expected[i] for i in kept])
+        if setting.cancel:
+            gone = answers[setting.batch // 2]
+            assert gone.finish_reason is None
+            assert len(gone.token_ids) < MAX_TOKENS
+            largest_error(gone, expected[setting.batch // 2])
+        if warm and not setting.preempt:
+            assert all(a.num_cached_tokens > 0 for i, a in enumerate(answers) if i in kept and len(chosen[i]) > 4)
+        assert engine.kv.num_free_blocks == num_blocks, "blocks leaked"
+    assert (engine.scheduler.stats().num_preemptions > 0) == setting.preempt
+    if not setting.cancel:
+        assert engine.sampler.num_states == 0
+
+
+def canceller(engine: TinyEngine, victim: int) -> Callable[[int, list[str]], None]:
+    """Cancel one request in mid-flight: before the sixth step."""
+
+    def before_step(step: int, ids: list[str]) -> None:
+        if step == 5:
+            engine.cancel(ids[victim])
+
+    return before_step
+
+
+@pytest.mark.parametrize("family", FULL_PRODUCT)
+@pytest.mark.parametrize("setting", MATRIX, ids=str)
+def test_full_product(family: str, setting: Setting) -> None:
+    check(family, setting)
+
+
+@pytest.mark.parametrize("family", REDUCED)
+def test_covering_settings(family: str) -> None:
+    for setting in COVERING:
+        check(family, setting)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3"])
+def test_reference_backend(family: str) -> None:
+    """The reference backend serves as well, only slower."""
+    engine = TinyEngine(model(family), budget=16, backend=ReferenceBackend())
+    assert_equal(engine.run(prompts()[:3], MAX_TOKENS), reference(family)[:3])
+
+
+@pytest.mark.parametrize("block_size", [1, 16, 64])
+def test_block_sizes(block_size: int) -> None:
+    engine = TinyEngine(model("gemma3_text"), budget=16, block_size=block_size)
+    assert_equal(engine.run(prompts(), MAX_TOKENS), reference("gemma3_text"))
+    assert_equal(engine.run(prompts(), MAX_TOKENS), reference("gemma3_text"))
+
+
+# -- controls: the comparison must fail for an engine that is subtly wrong
+
+
+class IgnoresMask(CPUBackend):
+    """What an engine does that knows causal attention only."""
+
+    def attend(self, call: AttentionCall, batch: PackedBatch, kv: KVTensors) -> torch.Tensor:
+        return super().attend(replace(call, mask=CAUSAL), batch, kv)
+
+
+class IgnoresSinks(CPUBackend):
+    def attend(self, call: AttentionCall, batch: PackedBatch, kv: KVTensors) -> torch.Tensor:
+        return super().attend(replace(call, sinks=None), batch, kv)
+
+
+class IgnoresSoftcap(CPUBackend):
+    def attend(self, call: AttentionCall, batch: PackedBatch, kv: KVTensors) -> torch.Tensor:
+        return super().attend(replace(call, softcap=None), batch, kv)
+
+
+WINDOWED = tuple(family for family, own in FAMILIES.items() if "sliding_window" in own)
+
+
+@pytest.mark.parametrize(
+    ("family", "wrong"),
+    [
+        *((family, IgnoresMask) for family in WINDOWED),
+        ("gpt_oss", IgnoresSinks),
+        ("gemma2", IgnoresSoftcap),
+    ],
+)
+def test_a_naive_engine_is_told_apart(family: str, wrong: type[CPUBackend]) -> None:
+    engine = TinyEngine(model(family), budget=16, backend=wrong())
+    with pytest.raises(AssertionError, match=r"differs|are off by"):
+        assert_equal(engine.run(prompts(), MAX_TOKENS), reference(family))
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_wrong_positions_are_told_apart(family: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Positions that count from the start of the pack, as if it were one text."""
+    forward = model(family).forward
+
+    def shifted(**inputs):  # type: ignore[no-untyped-def]
+        inputs["position_ids"] = torch.arange(inputs["input_ids"].shape[1])[None]
+        return forward(**inputs)
+
+    monkeypatch.setattr(model(family), "forward", shifted)
+    engine = TinyEngine(model(family))
+    with pytest.raises(AssertionError, match=r"differs|are off by"):
+        assert_equal(engine.run(prompts()[:3], MAX_TOKENS), reference(family)[:3])
+
+
+def test_windows_matter() -> None:
+    """The prompts and answers outgrow the windows of the windowed families, or the matrix would not see them."""
+    assert len(WINDOWED) >= 9
+    assert all(len(prompt) + MAX_TOKENS > 2 * WINDOW for prompt in prompts())
+    assert sum(len(prompt) > 2 * WINDOW for prompt in prompts()) >= 3
