@@ -1,0 +1,135 @@
+"""The client's side of an exchange: reading its request, answering it, noticing that it left. Plain ASGI."""
+
+from __future__ import annotations
+
+import re
+import secrets
+from collections.abc import Awaitable, Callable, MutableMapping
+from typing import Any
+
+from engine_worker.contract.errors import ApiError, error_body
+from gateway.guard import Guard, Interrupt
+
+Scope = MutableMapping[str, Any]
+Message = MutableMapping[str, Any]
+Receive = Callable[[], Awaitable[Message]]
+Send = Callable[[Message], Awaitable[None]]
+Headers = list[tuple[bytes, bytes]]
+
+_SANE_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
+_JSON: tuple[bytes, bytes] = (b"content-type", b"application/json")
+
+
+class ClientGone(Exception):
+    """The client left, or reads so slowly that it counts as gone."""
+
+
+def header(scope: Scope, name: bytes) -> bytes | None:
+    for key, value in scope["headers"]:
+        if key == name:
+            return bytes(value)
+    return None
+
+
+def request_id(scope: Scope) -> str:
+    """The client's own id if it can stand in a header and a log, else a new one."""
+    given = header(scope, b"x-request-id")
+    if given is not None:
+        text = given.decode("latin-1")
+        if _SANE_ID.fullmatch(text):
+            return text
+    return "req-" + secrets.token_hex(12)
+
+
+async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
+    """The request's whole body. Raises ApiError(413) and ClientGone."""
+    length = header(scope, b"content-length")
+    if length is not None and length.isdigit() and int(length) > max_bytes:
+        raise _too_large(max_bytes)
+    message = await receive()
+    if message["type"] == "http.request" and not message.get("more_body"):
+        body = message.get("body", b"")
+        if len(body) > max_bytes:
+            raise _too_large(max_bytes)
+        return bytes(body)
+    parts: list[bytes] = []
+    size = 0
+    while message["type"] == "http.request":
+        part = message.get("body", b"")
+        size += len(part)
+        if size > max_bytes:
+            raise _too_large(max_bytes)
+        parts.append(part)
+        if not message.get("more_body"):
+            return b"".join(parts)
+        message = await receive()
+    raise ClientGone
+
+
+def _too_large(max_bytes: int) -> ApiError:
+    return ApiError(413, f"The request body is larger than the {max_bytes} bytes that this gateway accepts.")
+
+
+async def watch(receive: Receive, guard: Guard) -> None:
+    """Runs beside a request whose body was read: interrupts it when the client leaves."""
+    while True:
+        message = await receive()
+        if message["type"] == "http.disconnect":
+            guard.interrupt(Interrupt.CLIENT_GONE)
+            return
+
+
+class Answer:
+    """One response. Knows whether its status line is out, which decides what an error can still look like."""
+
+    __slots__ = ("_scope", "_send", "completed", "headers", "started", "status")
+
+    def __init__(self, scope: Scope, send: Send) -> None:
+        self._scope = scope
+        self._send = send
+        self.started = False
+        self.completed = False
+        self.status = 0
+        self.headers: Headers = []
+
+    async def start(self, status: int, headers: Headers) -> None:
+        """The status line and headers; `self.headers` (ids and routing facts) come with every response."""
+        assert not self.started
+        self.started = True
+        self.status = status
+        await self._send({"type": "http.response.start", "status": status, "headers": headers + self.headers})
+
+    async def write(self, data: bytes) -> None:
+        await self._send({"type": "http.response.body", "body": data, "more_body": True})
+
+    async def end(self, data: bytes = b"") -> None:
+        assert not self.completed
+        self.completed = True
+        await self._send({"type": "http.response.body", "body": data, "more_body": False})
+
+    async def whole(self, status: int, headers: Headers, body: bytes) -> None:
+        await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
+        await self.end(body)
+
+    async def error(self, error: ApiError) -> None:
+        """A response of its own before the status line, an event that ends the stream after it."""
+        if self.started:
+            await self.end(b"data: " + error.body() + b"\n\n")
+            return
+        headers: Headers = [_JSON]
+        if error.retry_after_s is not None:
+            headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after_s))))
+        if error.status in (408, 413):
+            headers.append((b"connection", b"close"))
+        await self.whole(error.status, headers, error.body())
+
+    def abandon(self) -> None:
+        """The client doesn't read: drop the connection with what is buffered, where the server lets us."""
+        self.completed = True
+        abort = self._scope.get("extensions", {}).get("warmgate.abort")
+        if abort is not None:
+            abort["call"]()
+
+
+def stream_error(message: str, kind: str, code: str | None = None) -> bytes:
+    return b"data: " + error_body(message, kind, None, code) + b"\n\n"

@@ -1,0 +1,211 @@
+"""The gateway's settings: one model, filled from flags, then `WARMGATE_*`, then a YAML file, then defaults.
+
+Every name is the same in all three places: flag `--stream-idle-s`, variable `WARMGATE_STREAM_IDLE_S`, YAML key
+`stream_idle_s`. A replica is a URL or, in YAML, a mapping with `url` and options. Whatever is wrong with a setting is
+said in one sentence (`ConfigError`) that names the setting and how to mend it.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, Literal
+from urllib.parse import urlsplit
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, SecretStr, ValidationError, field_validator, model_validator
+from pydantic_settings import (
+    BaseSettings,
+    EnvSettingsSource,
+    InitSettingsSource,
+    NoDecode,
+    PydanticBaseSettingsSource,
+    SettingsConfigDict,
+)
+
+DialectName = Literal["auto", "warmgate", "vllm", "sglang", "llamacpp", "generic"]
+
+
+class ConfigError(Exception):
+    """A setting is wrong. The message is one sentence for whoever starts the gateway."""
+
+
+class ReplicaSpec(BaseModel):
+    """One engine endpoint, as configured.
+
+    url      base URL without `/v1`
+    model    the model id that it serves, when it can't be asked for (else learned from the replica)
+    name     its id in headers, metrics and logs (default: host:port)
+    dialect  how its state is read; `auto` finds out
+    tokenizer a folder with tokenizer.json, for engines that don't serve their tokenizer
+    api_key  sent to the replica as a bearer token in place of the client's
+    """
+
+    model_config = ConfigDict(extra="forbid", frozen=True)
+
+    url: str
+    model: str | None = None
+    name: str = ""
+    dialect: DialectName = "auto"
+    tokenizer: Path | None = None
+    api_key: SecretStr | None = None
+
+    @field_validator("url")
+    @classmethod
+    def _check_url(cls, url: str) -> str:
+        url = url.strip().rstrip("/").removesuffix("/v1").rstrip("/")
+        parts = urlsplit(url)
+        if parts.scheme not in ("http", "https") or not parts.hostname:
+            raise ValueError(f"{url!r} is not a replica URL; write it like http://127.0.0.1:8101")
+        if parts.username or parts.query or parts.fragment:
+            raise ValueError(f"the replica URL {parts.hostname!r} may hold no credentials, query or fragment")
+        try:
+            _ = parts.port
+        except ValueError:
+            raise ValueError(f"{url!r} has no valid port; ports go from 1 to 65535") from None
+        return url
+
+    @model_validator(mode="before")
+    @classmethod
+    def _default_name(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            value = {"url": value}
+        if isinstance(value, Mapping) and not value.get("name") and isinstance(value.get("url"), str):
+            raw = value["url"].strip().rstrip("/").removesuffix("/v1")
+            parts = urlsplit(raw)
+            value = {**value, "name": parts.netloc + parts.path.rstrip("/")}
+        return value
+
+    @field_validator("name")
+    @classmethod
+    def _check_name(cls, name: str) -> str:
+        if not re.fullmatch(r"[\x21-\x7e]{1,128}", name):
+            raise ValueError("a replica's name may hold 1 to 128 printable ASCII characters and no spaces")
+        return name
+
+
+class GatewaySettings(BaseSettings):
+    """Everything `warmgate serve` can be told. Times in seconds, sizes in bytes.
+
+    connect_s       to a TCP connection with a replica
+    first_token_s   from dispatch to the first token of a streamed answer, then failover
+    stuck_after_s   a replica that has answered no poll this long loses the requests still waiting on it to failover
+    stream_idle_s   between two chunks of a stream, from a replica or to a client that doesn't read
+    request_s       a whole request, from its last byte read to its last byte sent
+    body_s          for a client to send its request's body
+    drain_s         for requests in flight after SIGTERM
+    """
+
+    model_config = SettingsConfigDict(env_prefix="WARMGATE_", extra="ignore", frozen=True)
+
+    replicas: Annotated[list[ReplicaSpec], NoDecode] = Field(default_factory=list)
+    policy: str = "warm"
+    host: str = "127.0.0.1"
+    port: int = Field(default=8000, ge=0, le=65535)
+    secret: SecretStr | None = None
+    seed: int | None = None
+
+    connect_s: float = Field(default=3.0, gt=0)
+    first_token_s: float = Field(default=120.0, gt=0)
+    stuck_after_s: float = Field(default=15.0, gt=0)
+    stream_idle_s: float = Field(default=120.0, gt=0)
+    request_s: float = Field(default=1800.0, gt=0)
+    body_s: float = Field(default=60.0, gt=0)
+    drain_s: float = Field(default=30.0, ge=0)
+
+    poll_interval_s: float = Field(default=1.0, gt=0)
+    poll_timeout_s: float = Field(default=2.0, gt=0)
+    poll_failures: int = Field(default=3, ge=1)
+
+    max_body_bytes: int = Field(default=32 * 1024 * 1024, ge=1024)
+    max_header_bytes: int = Field(default=64 * 1024, ge=1024)
+    max_response_bytes: int = Field(default=64 * 1024 * 1024, ge=1024)
+    max_sse_line_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
+    max_connections_per_replica: int = Field(default=1024, ge=1)
+
+    access_log: str = "-"  # "-" for standard output, "" for none, else a file
+    log_level: Literal["debug", "info", "warning", "error"] = "info"
+
+    @classmethod
+    def settings_customise_sources(
+        cls,
+        settings_cls: type[BaseSettings],
+        init_settings: PydanticBaseSettingsSource,
+        env_settings: PydanticBaseSettingsSource,
+        dotenv_settings: PydanticBaseSettingsSource,
+        file_secret_settings: PydanticBaseSettingsSource,
+    ) -> tuple[PydanticBaseSettingsSource, ...]:
+        assert isinstance(init_settings, InitSettingsSource)
+        assert isinstance(env_settings, EnvSettingsSource)
+        values = dict(init_settings.init_kwargs)
+        file_values = values.pop("_file_values", {})
+        flags = InitSettingsSource(settings_cls, init_kwargs=values)
+        return flags, env_settings, InitSettingsSource(settings_cls, init_kwargs=file_values)
+
+    @field_validator("replicas", mode="before")
+    @classmethod
+    def _split_replicas(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            text = value.strip()
+            if text.startswith("["):
+                parsed = yaml.safe_load(text)
+                return parsed if isinstance(parsed, list) else [text]
+            return [part for part in re.split(r"[\s,]+", text) if part]
+        return value
+
+    @field_validator("replicas")
+    @classmethod
+    def _unique_names(cls, replicas: list[ReplicaSpec]) -> list[ReplicaSpec]:
+        seen: set[str] = set()
+        for replica in replicas:
+            if replica.name in seen:
+                raise ValueError(f"two replicas are named {replica.name!r}; give each its own url or name")
+            seen.add(replica.name)
+        return replicas
+
+
+def load_settings(flags: Mapping[str, Any] | None = None, config_file: str | Path | None = None) -> GatewaySettings:
+    """Settings from `flags` (None values don't count), the environment, and a YAML file, in that order of precedence.
+
+    `config_file` falls back to `WARMGATE_CONFIG`. Raises ConfigError.
+    """
+    given = {key: value for key, value in (flags or {}).items() if value is not None and value != []}
+    path = config_file or os.environ.get("WARMGATE_CONFIG")
+    file_values = _read_yaml(Path(path)) if path else {}
+    try:
+        return GatewaySettings(_file_values=file_values, **given)  # type: ignore[call-arg]
+    except ValidationError as error:
+        raise ConfigError(_sentence(error)) from None
+
+
+def _read_yaml(path: Path) -> dict[str, Any]:
+    try:
+        values = yaml.safe_load(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ConfigError(f"the settings file {path} does not exist.") from None
+    except OSError as error:
+        raise ConfigError(f"the settings file {path} can't be read: {error.strerror}.") from None
+    except (yaml.YAMLError, UnicodeDecodeError) as error:
+        where = getattr(error, "problem_mark", None)
+        line = f" (line {where.line + 1})" if where is not None else ""
+        raise ConfigError(f"the settings file {path} is not valid YAML{line}.") from None
+    if values is None:
+        return {}
+    if not isinstance(values, dict):
+        raise ConfigError(f"the settings file {path} must hold a mapping like `policy: warm`.")
+    known = set(GatewaySettings.model_fields)
+    for key in values:
+        if key not in known:
+            raise ConfigError(
+                f"the settings file {path} has an unknown setting {key!r}; known ones are {', '.join(sorted(known))}."
+            )
+    return values
+
+
+def _sentence(error: ValidationError) -> str:
+    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
+    where = ".".join(str(part) for part in first["loc"]) or "settings"
+    message = first["msg"].removeprefix("Value error, ")
+    return f"the setting {where} is wrong: {message[:1].lower()}{message[1:].rstrip('.')}."

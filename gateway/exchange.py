@@ -1,0 +1,123 @@
+"""One request on its way through the gateway, and the ways in which an attempt at it can fail."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+from multidict import CIMultiDict
+
+from engine_worker.contract.errors import ApiError
+from gateway.answer import Answer, Headers
+from gateway.guard import Guard, Interrupt
+from gateway.observe.record import EndState, RequestRecord
+from gateway.openai.parse import ParsedRequest
+from gateway.router import Lease
+from gateway.upstream import RawHeaders, UpstreamError, UpstreamFailure, request_headers
+from policies.events import FailureKind
+
+CLIENT_CLOSED_REQUEST = 499  # nginx's status, for metrics and the log only: nobody is there to get it
+
+
+@dataclass(slots=True, eq=False)
+class Exchange:
+    """What the attempts at one request share."""
+
+    record: RequestRecord
+    parsed: ParsedRequest
+    guard: Guard
+    answer: Answer
+    client_headers: RawHeaders
+    path: str
+
+    def upstream_headers(self, api_key: str | None) -> CIMultiDict[str]:
+        return request_headers(self.client_headers, self.record.request_id, api_key)
+
+    def placed(self, lease: Lease, base_headers: Headers) -> None:
+        """Note where the request went, in the record and in the response's headers."""
+        record, decision = self.record, lease.decision
+        record.placed_at = record.placed_at or lease.dispatched_at
+        record.num_attempts += 1
+        record.replica_id = lease.replica.replica_id
+        record.policy = decision.policy
+        record.reason = decision.reason
+        record.matched_tokens = decision.matched_tokens
+        record.prompt_tokens = decision.num_tokens
+        self.answer.headers = [
+            *base_headers,
+            (b"x-warmgate-replica", lease.replica.replica_id.encode("ascii")),
+            (b"x-warmgate-policy", decision.policy.encode("ascii")),
+            (b"x-warmgate-matched-tokens", b"%d" % decision.matched_tokens),
+        ]
+
+    def cached(self, cached_tokens: int | None) -> None:
+        """What the replica said that it reused."""
+        self.record.cached_tokens = cached_tokens
+        if cached_tokens is not None:
+            self.answer.headers.append((b"x-warmgate-cached-tokens", b"%d" % cached_tokens))
+
+    def ended(self, end: EndState, status: int, error: str = "") -> None:
+        record = self.record
+        record.end_as(end)
+        record.status = status
+        record.error = error
+        record.ended_at = time.monotonic()
+
+
+@dataclass(frozen=True, slots=True)
+class Failure:
+    """Why an attempt failed. `status` is what the client gets if nothing else is tried; `body` the replica's own words.
+
+    upstream_status  the replica's own status, for REJECTED
+    final            no other replica is asked, whatever the retry rule says (the deadline passed, the gateway stops)
+    """
+
+    kind: FailureKind
+    status: int
+    message: str
+    body: bytes | None = None
+    content_type: str = "application/json"
+    retry_after_s: float | None = None
+    final: bool = False
+    upstream_status: int | None = None
+
+    def as_error(self) -> ApiError:
+        return ApiError(self.status, self.message, retry_after_s=self.retry_after_s)
+
+
+class ReplicaRefused(Exception):
+    """The replica answered with an error: a status, or an error in place of the first token."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(failure.message)
+        self.failure = failure
+
+
+_UPSTREAM = {
+    UpstreamFailure.CONNECT: (FailureKind.CONNECT, 503),
+    UpstreamFailure.BROKEN: (FailureKind.BROKEN, 502),
+    UpstreamFailure.TIMEOUT: (FailureKind.TIMEOUT, 504),
+}
+
+
+def of_upstream(error: UpstreamError) -> Failure:
+    kind, status = _UPSTREAM[error.kind]
+    return Failure(kind, status, f"The replica failed: {error}.", retry_after_s=2.0 if status == 503 else None)
+
+
+def of_interrupt(reason: Interrupt) -> Failure:
+    """CLIENT_GONE and CLIENT_STALLED aren't the replica's failure: kind CANCELLED."""
+    match reason:
+        case Interrupt.CLIENT_GONE | Interrupt.CLIENT_STALLED:
+            return Failure(FailureKind.CANCELLED, CLIENT_CLOSED_REQUEST, "The client left.", final=True)
+        case Interrupt.SHUTDOWN:
+            message = "The gateway is shutting down."
+            return Failure(FailureKind.CANCELLED, 503, message, retry_after_s=2.0, final=True)
+        case Interrupt.FIRST_TOKEN_TIMEOUT:
+            return Failure(FailureKind.TIMEOUT, 504, "The replica gave no first token in time.")
+        case Interrupt.REPLICA_STUCK:
+            return Failure(FailureKind.TIMEOUT, 504, "The replica stopped answering.")
+        case Interrupt.STREAM_IDLE:
+            return Failure(FailureKind.TIMEOUT, 504, "The replica's stream stalled.")
+        case Interrupt.DEADLINE | Interrupt.BODY_TIMEOUT:
+            return Failure(FailureKind.TIMEOUT, 504, "The request took longer than this gateway allows.", final=True)

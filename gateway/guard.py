@@ -1,0 +1,111 @@
+"""Reasons to stop a request, made one: a task's guard interrupts it wherever it waits, and says why.
+
+A request waits in many places: for a place, a connection, a first token, the next chunk, a client that reads slowly.
+Any of these waits may have to end early: the client left, the phase took too long, the deadline passed, the replica is
+gone. The guard cancels the task once, with a reason, and the task turns the CancelledError back into `Interrupted`
+with `guard.translate`. A cancellation with no reason of the guard's comes from outside (a forced shutdown).
+
+There is one timer a request. Moving its deadline later (each chunk of a stream does) is one attribute write; the timer
+finds out when it fires and sleeps on. Interrupts arrive only from callbacks, so never while the task itself runs:
+after `close()` in the task none can come.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from enum import StrEnum
+
+
+class Interrupt(StrEnum):
+    BODY_TIMEOUT = "body_timeout"
+    CLIENT_GONE = "client_gone"
+    REPLICA_STUCK = "replica_stuck"
+    FIRST_TOKEN_TIMEOUT = "first_token_timeout"
+    STREAM_IDLE = "stream_idle"
+    CLIENT_STALLED = "client_stalled"
+    DEADLINE = "deadline"
+    SHUTDOWN = "shutdown"
+
+
+class Interrupted(Exception):
+    def __init__(self, reason: Interrupt) -> None:
+        super().__init__(reason.value)
+        self.reason = reason
+
+
+class Guard:
+    """Guards the current task until `close()`. `deadline_s` bounds the whole request."""
+
+    __slots__ = ("_deadline_at", "_loop", "_open", "_phase", "_phase_at", "_reason", "_task", "_timer", "_timer_at")
+
+    def __init__(self, deadline_s: float) -> None:
+        self._loop = asyncio.get_running_loop()
+        task = asyncio.current_task()
+        assert task is not None
+        self._task = task
+        self._reason: Interrupt | None = None
+        self._open = True
+        self._deadline_at = self._loop.time() + deadline_s
+        self._phase: Interrupt | None = None
+        self._phase_at = 0.0
+        self._timer_at = self._deadline_at
+        self._timer = self._loop.call_at(self._deadline_at, self._on_timer)
+
+    def enter(self, on_timeout: Interrupt, seconds: float) -> None:
+        """A phase begins that may last `seconds`; it replaces the one before."""
+        self._phase = on_timeout
+        self._phase_at = self._loop.time() + seconds
+        if self._phase_at < self._timer_at:
+            self._arm()
+
+    def leave(self) -> None:
+        """No phase: only the deadline counts."""
+        self._phase = None
+
+    def extend(self, on_timeout: Interrupt, until: float) -> None:
+        """Move the running phase's end later, to `until` on the monotonic clock, and rename its timeout. Cheap."""
+        self._phase = on_timeout
+        self._phase_at = until
+
+    @property
+    def remaining_s(self) -> float:
+        return self._deadline_at - self._loop.time()
+
+    @property
+    def reason(self) -> Interrupt | None:
+        return self._reason
+
+    def interrupt(self, reason: Interrupt) -> None:
+        """Called from a callback: stop the task where it waits. The first reason stands."""
+        if self._open and self._reason is None:
+            self._reason = reason
+            self._task.cancel()
+
+    def translate(self, error: asyncio.CancelledError) -> Interrupted:
+        """What a CancelledError meant. Call once for each one caught."""
+        if self._reason is None:
+            return Interrupted(Interrupt.SHUTDOWN)
+        self._task.uncancel()
+        reason, self._reason = self._reason, None
+        return Interrupted(reason)
+
+    def close(self) -> None:
+        self._open = False
+        self._timer.cancel()
+
+    def _arm(self) -> None:
+        self._timer.cancel()
+        at = self._deadline_at if self._phase is None else min(self._deadline_at, self._phase_at)
+        self._timer_at = at
+        self._timer = self._loop.call_at(at, self._on_timer)
+
+    def _on_timer(self) -> None:
+        now = self._loop.time()
+        if now >= self._deadline_at:
+            self.interrupt(Interrupt.DEADLINE)
+        elif self._phase is not None and now >= self._phase_at:
+            self.interrupt(self._phase)
+            self._phase = None
+            self._arm()
+        else:
+            self._arm()

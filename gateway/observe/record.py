@@ -1,0 +1,54 @@
+"""One request as it happened: raw timestamps and facts, from which metrics and the log line are derived at its end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import StrEnum
+
+
+class EndState(StrEnum):
+    """How a request ended; exactly one each.
+
+    COMPLETED     the client got a whole answer
+    REJECTED      the client got an error status of the gateway's or of the replica's
+    FAILED        the answer had begun and ended in an error event (or a cut body)
+    CLIENT_GONE   the client left, or stopped reading, before the end
+    """
+
+    COMPLETED = "completed"
+    REJECTED = "rejected"
+    FAILED = "failed"
+    CLIENT_GONE = "client_gone"
+
+
+@dataclass(slots=True, kw_only=True, eq=False)
+class RequestRecord:
+    """Filled in as the request goes. Times are of the monotonic clock, in seconds; None: it never came to that."""
+
+    request_id: str
+    endpoint: str
+    started_at: float
+    model: str = ""
+    stream: bool = False
+    replica_id: str = ""
+    policy: str = ""
+    reason: str = ""
+    num_attempts: int = 0
+    matched_tokens: int | None = None
+    cached_tokens: int | None = None
+    prompt_tokens: int | None = None
+    output_tokens: int | None = None
+    placed_at: float | None = None
+    first_token_at: float | None = None
+    ended_at: float | None = None
+    status: int = 0
+    end: EndState | None = None
+    error: str = ""
+
+    def end_as(self, end: EndState) -> None:
+        assert self.end is None, f"request {self.request_id} ended twice: {self.end}, then {end}"
+        self.end = end
+
+    @property
+    def ttft_s(self) -> float | None:
+        return None if self.first_token_at is None else self.first_token_at - self.started_at

@@ -1,0 +1,221 @@
+"""Bytes to ParsedRequest: what routing and admission need of a request, and nothing else.
+
+The body itself is forwarded as received, so this reads tolerantly: unknown fields pass, values that only the engine
+uses are not looked at. What two parsers could read differently is refused with a 400 here, before anything is
+allocated for it: invalid UTF-8, lone surrogates, NaN and Infinity, nesting too deep to decode, a key given twice.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+from typing import Annotated, Any, Literal
+
+import msgspec
+
+from engine_worker.contract.errors import ApiError
+from gateway.prefix.source import PromptSource
+
+Endpoint = Literal["chat", "completions", "embeddings", "tokenize", "detokenize"]
+
+PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
+
+
+class StreamOptions(msgspec.Struct, frozen=True):
+    include_usage: bool | None = None
+
+
+class _Common(msgspec.Struct, frozen=True, kw_only=True):
+    model: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    max_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31)] | None = None
+    max_completion_tokens: PositiveInt | None = None
+    n: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
+    prompt_cache_key: str | None = None
+    cache_salt: str | None = None
+    add_special_tokens: bool | None = None
+
+
+class _Chat(_Common, frozen=True, kw_only=True):
+    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
+    tools: list[dict[str, Any]] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    chat_template: str | None = None
+    add_generation_prompt: bool | None = None
+    continue_final_message: bool | None = None
+    reasoning_effort: str | None = None
+
+
+class _Completion(_Common, frozen=True, kw_only=True):
+    prompt: str | list[Any]
+    suffix: str | None = None
+    best_of: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
+
+
+class _Embedding(_Common, frozen=True, kw_only=True):
+    input: Any
+
+
+class _ModelOnly(msgspec.Struct, frozen=True, kw_only=True):
+    model: str | None = None
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class ParsedRequest:
+    """What the gateway knows of a request. `body` is what the client sent, byte for byte.
+
+    `max_output_tokens` is the client's own limit, if it gave one. `num_choices` is n (choices of a stream). `session`
+    names a conversation that the client wants kept together. `source` is the prompt, for routes that have one.
+    """
+
+    endpoint: Endpoint
+    body: bytes
+    model: str | None
+    stream: bool = False
+    include_usage: bool = False
+    max_output_tokens: int | None = None
+    num_choices: int = 1
+    session: str | None = None
+    source: PromptSource | None = None
+
+
+_TYPES: dict[Endpoint, Any] = {
+    "chat": _Chat,
+    "completions": _Completion,
+    "embeddings": _Embedding,
+    "tokenize": _ModelOnly,
+    "detokenize": _ModelOnly,
+}
+_RAW = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ANY = msgspec.json.Decoder()
+_KEY = re.compile(rb'[ \t\r\n]*"((?:[^"\\]|\\.)*)"[ \t\r\n]*:[ \t\r\n]*', re.DOTALL)
+_NEXT = re.compile(rb"[ \t\r\n]*([,}])")
+_OPEN = re.compile(rb"[ \t\r\n]*\{")
+
+
+def parse_request(endpoint: Endpoint, body: bytes) -> ParsedRequest:
+    """Raises ApiError(400) in OpenAI's shape."""
+    data = decode_object(body)
+    try:
+        fields = msgspec.convert(data, _TYPES[endpoint])
+    except msgspec.ValidationError as error:
+        raise _invalid(error, data) from None
+    if isinstance(fields, _ModelOnly):
+        return ParsedRequest(endpoint=endpoint, body=body, model=fields.model)
+    shared: dict[str, Any] = {
+        "endpoint": endpoint,
+        "body": body,
+        "model": fields.model,
+        "stream": bool(fields.stream),
+        "include_usage": fields.stream_options is not None and bool(fields.stream_options.include_usage),
+        "max_output_tokens": fields.max_completion_tokens or fields.max_tokens,
+        "num_choices": fields.n or 1,
+        "session": fields.prompt_cache_key or None,
+    }
+    salt = fields.cache_salt or ""
+    if isinstance(fields, _Chat):
+        source = PromptSource(
+            messages=fields.messages,
+            tools=fields.tools or None,
+            chat_template_kwargs=fields.chat_template_kwargs,
+            reasoning_effort=fields.reasoning_effort,
+            add_generation_prompt=fields.add_generation_prompt is not False,
+            continue_final_message=bool(fields.continue_final_message),
+            salt=salt,
+            add_special_tokens=fields.add_special_tokens,
+            own_template=fields.chat_template is not None,
+        )
+        return ParsedRequest(**shared, source=source)
+    if isinstance(fields, _Completion):
+        num_choices = shared["num_choices"]
+        if fields.best_of is not None and fields.best_of < num_choices:
+            raise ApiError(400, f"best_of is {fields.best_of} but n is {num_choices}; best_of must be at least n.")
+        if isinstance(fields.prompt, list) and _num_prompts(fields.prompt) > 1:
+            shared["num_choices"] = num_choices * len(fields.prompt)
+        source = PromptSource(prompt=fields.prompt, salt=salt, add_special_tokens=fields.add_special_tokens)
+        return ParsedRequest(**shared, source=source)
+    return ParsedRequest(**shared)
+
+
+def _num_prompts(prompt: list[Any]) -> int:
+    """A list is one prompt of ids, or several prompts (strings, or lists of ids)."""
+    if not prompt:
+        raise ApiError(400, "Invalid value for 'prompt': expected at least one prompt.", param="prompt")
+    kinds = set(map(type, prompt))
+    if kinds == {int}:
+        return 1
+    if kinds == {str} or (kinds == {list} and all(set(map(type, ids)) == {int} for ids in prompt)):
+        return len(prompt)
+    raise ApiError(
+        400,
+        "Invalid value for 'prompt': expected a string, a list of strings, a list of token ids or a list of those.",
+        param="prompt",
+    )
+
+
+def decode_object(body: bytes) -> dict[str, Any]:
+    """A JSON object that every parser reads alike, or ApiError(400)."""
+    try:
+        # msgspec checks the UTF-8 of strings but not of what lies between tokens; this is a pass at memory speed.
+        str(body, "utf-8")
+        data = _ANY.decode(body)
+    except UnicodeDecodeError as error:
+        raise ApiError(400, f"The request body is not valid UTF-8 (byte {error.start}).") from None
+    except RecursionError:
+        raise ApiError(400, "The request body is nested too deeply.") from None
+    except msgspec.DecodeError as error:
+        raise ApiError(400, f"The request body is not valid JSON: {error}.") from None
+    if not isinstance(data, dict):
+        raise ApiError(400, "The request body must be a JSON object.")
+    _refuse_duplicates(body)
+    return data
+
+
+def _refuse_duplicates(body: bytes) -> None:
+    """Walk the top level: with every key unique, the raw value decoded for a key is the one that follows the key.
+
+    A decoder keeps the last value of a repeated key, so at its first occurrence the bytes differ, or the key comes
+    round again. Costs a regex match a key and a comparison at memory speed a value.
+    """
+    raws = _RAW.decode(body)
+    seen: set[str] = set()
+    opened = _OPEN.match(body)
+    assert opened is not None, "decode_object checked that it is an object"
+    position = opened.end()
+    while len(seen) < len(raws):
+        key_match = _KEY.match(body, position)
+        assert key_match is not None, "decode_object checked that it is JSON"
+        key = _unquote(key_match.group(1))
+        value = bytes(raws[key])
+        end = key_match.end() + len(value)
+        following = _NEXT.match(body, end) if body.startswith(value, key_match.end()) else None
+        if key in seen or following is None:
+            raise _duplicate(key)
+        seen.add(key)
+        position = following.end()
+    if seen and following is not None and following.group(1) == b",":
+        again = _KEY.match(body, position)
+        raise _duplicate(_unquote(again.group(1)) if again else "")
+
+
+def _unquote(raw: bytes) -> str:
+    key = msgspec.json.decode(b'"' + raw + b'"') if b"\\" in raw else raw.decode()
+    assert isinstance(key, str)
+    return key
+
+
+def _duplicate(key: str) -> ApiError:
+    return ApiError(400, f"The request body has the key {key[:64]!r} twice; give it once.", param=key[:64])
+
+
+def _invalid(error: msgspec.ValidationError, data: dict[str, Any]) -> ApiError:
+    """msgspec's sentence with the path as OpenAI's `param`."""
+    sentence, _, path = str(error).partition(" - at `$")
+    param = path.rstrip("`").lstrip(".") or None
+    if param is None and "missing required field" in sentence:
+        param = sentence.rsplit("`", 2)[1]
+        return ApiError(400, f"You must provide the parameter '{param}'.", param=param)
+    if param == "n" and isinstance(data.get("n"), int):
+        return ApiError(400, f"n is {data['n']}; it must be from 1 to 128.", param="n")
+    return ApiError(400, f"Invalid value for '{param}': {sentence[:1].lower()}{sentence[1:]}.", param=param)

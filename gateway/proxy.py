@@ -1,0 +1,261 @@
+"""A request's way through the gateway: read, parse, place, attempt, and one more attempt where that is allowed.
+
+    read the body -> parse -> chains -> place -> attempt -> (failed before the commit point: place elsewhere, once)
+
+Every request leaves through `_conclude`, in one of the end states of observe/record.py. Every lease that was taken is
+ended once, by the relay when the answer is whole, else by `_attempt`. Whatever interrupts the request (the client
+left, a timeout, the deadline) reaches the wait that it stands in through its guard, and closes the replica's
+connection, which is how a replica learns to stop.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+from dataclasses import replace
+
+from engine_worker.contract.errors import ApiError
+from gateway.answer import Answer, ClientGone, Headers, Receive, Scope, Send, read_body, request_id, watch
+from gateway.config import GatewaySettings
+from gateway.exchange import CLIENT_CLOSED_REQUEST, Exchange, Failure, ReplicaRefused, of_interrupt, of_upstream
+from gateway.guard import Guard, Interrupt
+from gateway.observe.access_log import AccessLog
+from gateway.observe.metrics import Metrics
+from gateway.observe.record import EndState, RequestRecord
+from gateway.openai.parse import Endpoint, ParsedRequest, parse_request
+from gateway.openai.sse import SseError
+from gateway.prefix.service import PrefixService
+from gateway.relay import Relay
+from gateway.replicas.registry import Registry, Replica
+from gateway.router import Lease, Router
+from gateway.upstream import Upstream, UpstreamError
+from policies.events import FailureKind
+from policies.retry import GiveUp, Outcome, Retry, allows_retry, next_step
+from policies.types import RouteRequest
+
+_BYTES_PER_TOKEN = 4  # an estimate, for requests that have no chain
+
+
+class Proxy:
+    """Serves the hot routes. `on_trouble` is told of replicas that refused or broke a connection."""
+
+    def __init__(
+        self,
+        settings: GatewaySettings,
+        registry: Registry,
+        router: Router,
+        prefix: PrefixService,
+        upstream: Upstream,
+        metrics: Metrics,
+        access_log: AccessLog,
+        on_trouble: Callable[[Replica, Failure], None],
+    ) -> None:
+        self._settings = settings
+        self._registry = registry
+        self._router = router
+        self._prefix = prefix
+        self._upstream = upstream
+        self._metrics = metrics
+        self._access_log = access_log
+        self._on_trouble = on_trouble
+        self._num_retrying = 0
+        self._relay = Relay(metrics, settings.stream_idle_s, settings.max_response_bytes, settings.max_sse_line_bytes)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send, endpoint: Endpoint, path: str) -> None:
+        """Serve one request to `path` (the replica's path for it)."""
+        guard = Guard(self._settings.request_s)
+        record = RequestRecord(request_id=request_id(scope), endpoint=endpoint, started_at=time.monotonic())
+        answer = Answer(scope, send)
+        answer.headers = [(b"x-request-id", record.request_id.encode("ascii"))]
+        watcher: asyncio.Task[None] | None = None
+        try:
+            parsed = await self._read(scope, receive, guard, endpoint)
+            record.stream = parsed.stream
+            watcher = asyncio.get_running_loop().create_task(watch(receive, guard))
+            await self._serve(Exchange(record, parsed, guard, answer, scope["headers"], path))
+        except ApiError as error:
+            await self._reject(record, answer, error)
+        except ClientGone:
+            record.ended_at = time.monotonic()
+            record.status = CLIENT_CLOSED_REQUEST
+            record.end_as(EndState.CLIENT_GONE)
+        except asyncio.CancelledError as cancelled:
+            await self._interrupted(record, guard, answer, cancelled)
+        finally:
+            guard.close()
+            if watcher is not None:
+                watcher.cancel()
+            self._conclude(record)
+
+    async def _read(self, scope: Scope, receive: Receive, guard: Guard, endpoint: Endpoint) -> ParsedRequest:
+        guard.enter(Interrupt.BODY_TIMEOUT, self._settings.body_s)
+        body = await read_body(scope, receive, self._settings.max_body_bytes)
+        guard.leave()
+        return parse_request(endpoint, body)
+
+    async def _serve(self, exchange: Exchange) -> None:
+        """Place and attempt until the exchange has ended. Raises ApiError and ClientGone where it has not."""
+        route = await self._route_request(exchange)
+        base_headers = exchange.answer.headers
+        lease = await self._place(route, exchange)
+        attempt = 1
+        try:
+            while True:
+                exchange.placed(lease, base_headers)
+                failure = await self._attempt(exchange, lease)
+                if failure is None:
+                    return
+                route = replace(route, excluded=route.excluded | {lease.replica.replica_id})
+                step = self._next_step(failure, attempt, route)
+                if isinstance(step, GiveUp):
+                    return await self._give_up(exchange, failure, step)
+                self._num_retrying += attempt == 1
+                attempt += 1
+                self._metrics.failed_over(failure.kind.value)
+                lease = await self._place(route, exchange)
+        finally:
+            self._num_retrying -= attempt > 1
+
+    async def _place(self, route: RouteRequest, exchange: Exchange) -> Lease:
+        return await self._router.place(route, exchange.guard.remaining_s)
+
+    def _next_step(self, failure: Failure, attempt: int, route: RouteRequest) -> Retry | GiveUp:
+        """policies/retry.py decides; here it is told what is left, and held to the fleet-wide budget."""
+        num_left = 0 if failure.final else self._router.num_candidates(route)
+        if not allows_retry(self._router.stats.num_in_flight, self._num_retrying):
+            num_left = 0
+        outcome = Outcome(failure.kind, False, failure.upstream_status, failure.retry_after_s)
+        return next_step(outcome, attempt, num_left)
+
+    async def _route_request(self, exchange: Exchange) -> RouteRequest:
+        parsed, record = exchange.parsed, exchange.record
+        model = self._model(parsed)
+        self._router.check_model(model)
+        record.model = model
+        chains = {}
+        if parsed.source is not None:
+            chains = await self._prefix.chains(parsed.source, self._registry.key_spaces(model))
+        estimate = max(1, len(parsed.body) // _BYTES_PER_TOKEN)
+        return RouteRequest(
+            request_id=self._router.new_id(),
+            model=model,
+            num_tokens=max((chain.num_tokens for chain in chains.values()), default=estimate),
+            chains=chains,
+            max_output_tokens=parsed.max_output_tokens,
+            session=parsed.session,
+        )
+
+    def _model(self, parsed: ParsedRequest) -> str:
+        """Routes that may leave the model out mean the only one there is."""
+        if parsed.model is not None:
+            return parsed.model
+        models = self._registry.models()
+        if len(models) == 1:
+            return models[0]
+        if not models:
+            self._router.check_model("")
+        raise ApiError(
+            400, f"You must provide the parameter 'model'; models served: {', '.join(models)}.", param="model"
+        )
+
+    async def _attempt(self, exchange: Exchange, lease: Lease) -> Failure | None:
+        """One replica's turn. None: the exchange has ended. Raises ClientGone."""
+        replica, guard = lease.replica, exchange.guard
+        replica.waiting.add(guard)
+        response = None
+        try:
+            if exchange.parsed.stream:
+                guard.enter(Interrupt.FIRST_TOKEN_TIMEOUT, self._settings.first_token_s)
+            else:
+                guard.leave()
+            response = await self._upstream.post(
+                replica.url(exchange.path), exchange.upstream_headers(replica.api_key), exchange.parsed.body
+            )
+            await self._relay.relay(exchange, lease, response)
+            return None
+        except UpstreamError as error:
+            failure = of_upstream(error)
+        except SseError as error:
+            failure = Failure(FailureKind.BROKEN, 502, f"The replica failed: {error}.")
+        except ReplicaRefused as error:
+            failure = error.failure
+        except asyncio.CancelledError as cancelled:
+            interrupted = guard.translate(cancelled)
+            failure = of_interrupt(interrupted.reason)
+            if interrupted.reason is Interrupt.CLIENT_STALLED:
+                exchange.answer.abandon()
+        finally:
+            replica.waiting.discard(guard)
+            if response is not None:
+                response.close()
+        return await self._after(exchange, lease, failure)
+
+    async def _after(self, exchange: Exchange, lease: Lease, failure: Failure) -> Failure | None:
+        """End the failed attempt's lease; what was committed ends in an error event, the rest is the caller's."""
+        if not lease.is_open:  # complete, and interrupted while the last bytes were going out
+            return None
+        lease.fail(failure.kind)
+        if failure.kind in (FailureKind.CONNECT, FailureKind.BROKEN):
+            self._on_trouble(lease.replica, failure)
+        answer = exchange.answer
+        if failure.status == CLIENT_CLOSED_REQUEST:
+            raise ClientGone
+        if not answer.started:
+            return failure
+        exchange.ended(EndState.FAILED, answer.status, failure.message)
+        if not answer.completed:
+            exchange.guard.enter(Interrupt.CLIENT_STALLED, 1.0)
+            await answer.error(failure.as_error())
+        return None
+
+    async def _give_up(self, exchange: Exchange, failure: Failure, step: GiveUp) -> None:
+        """The last failure is the answer: the replica's own words where it had any."""
+        if failure.final:
+            raise failure.as_error()
+        if not step.relay or failure.body is None:
+            # The step's message says what the client can do; the failure's own is for the log.
+            exchange.record.error = failure.message
+            raise ApiError(step.status, _sentence(step.message), code=step.code, retry_after_s=step.retry_after_s)
+        exchange.ended(EndState.REJECTED, failure.status, failure.message)
+        headers: Headers = [(b"content-type", failure.content_type.encode("latin-1"))]
+        if step.retry_after_s is not None:
+            headers.append((b"retry-after", b"%d" % max(1, round(step.retry_after_s))))
+        await exchange.answer.whole(failure.status, headers, failure.body)
+
+    async def _reject(self, record: RequestRecord, answer: Answer, error: ApiError) -> None:
+        record.ended_at = time.monotonic()
+        record.status = error.status
+        record.error = record.error or error.code or error.type
+        record.end_as(EndState.REJECTED)
+        await answer.error(error)
+
+    async def _interrupted(
+        self, record: RequestRecord, guard: Guard, answer: Answer, cancelled: asyncio.CancelledError
+    ) -> None:
+        """Interrupted outside an attempt: while the body came, while waiting for a place, while answering."""
+        reason = guard.translate(cancelled).reason
+        if record.end is not None:
+            return
+        if reason is Interrupt.BODY_TIMEOUT:
+            await self._reject(record, answer, ApiError(408, "The request's body did not arrive in time."))
+            return
+        failure = of_interrupt(reason)
+        if failure.status == CLIENT_CLOSED_REQUEST or answer.started:
+            record.ended_at = time.monotonic()
+            record.status = CLIENT_CLOSED_REQUEST
+            record.end_as(EndState.CLIENT_GONE)
+            return
+        await self._reject(record, answer, failure.as_error())
+
+    def _conclude(self, record: RequestRecord) -> None:
+        if record.end is None:  # a bug of ours raised: say so in the figures too
+            record.ended_at = time.monotonic()
+            record.status = 500
+            record.end_as(EndState.FAILED)
+        self._metrics.ended(record)
+        self._access_log.write(record)
+
+
+def _sentence(message: str) -> str:
+    return message[:1].upper() + message[1:].rstrip(".") + "."

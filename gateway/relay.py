@@ -1,0 +1,189 @@
+"""From the replica's answer to the client's: the commit point, and the bytes after it.
+
+Nothing goes to the client before the replica has given its first token (streaming) or its whole body (not streaming).
+Up to there every failure is raised with nothing sent, so another replica may be asked and the status stays true. After
+it bytes are relayed as they came; what is raised then ends in an error event (proxy.py).
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from typing import Any
+
+import msgspec
+
+from engine_worker.contract.errors import default_type, error_body
+from gateway.exchange import Exchange, Failure, ReplicaRefused
+from gateway.guard import Interrupt
+from gateway.observe.metrics import Metrics
+from gateway.observe.record import EndState
+from gateway.openai.sse import FRAME, Frame, StreamScanner, Usage
+from gateway.router import Lease
+from gateway.upstream import UpstreamError, UpstreamFailure, UpstreamResponse
+from policies.events import FailureKind
+
+_MAX_ERROR_BYTES = 1024 * 1024
+_DRAIN_S = 1.0
+
+
+class Relay:
+    """Relays answers of any number of exchanges at once."""
+
+    def __init__(self, metrics: Metrics, stream_idle_s: float, max_response_bytes: int, max_event_bytes: int) -> None:
+        self._metrics = metrics
+        self._idle_s = stream_idle_s
+        self._max_response_bytes = max_response_bytes
+        self._max_event_bytes = max_event_bytes
+
+    async def relay(self, exchange: Exchange, lease: Lease, response: UpstreamResponse) -> None:
+        """Raises UpstreamError, SseError and ReplicaRefused; the exchange has ended when it returns."""
+        if not 200 <= response.status < 300:
+            raise ReplicaRefused(await _refusal(response))
+        if exchange.parsed.stream and response.content_type.startswith("text/event-stream"):
+            if response.header("content-encoding") not in (None, "identity"):
+                raise UpstreamError(UpstreamFailure.BROKEN, "it compressed a stream that was asked for as it is")
+            await self._stream(exchange, lease, response)
+        else:
+            await self._whole(exchange, lease, response)
+
+    async def _whole(self, exchange: Exchange, lease: Lease, response: UpstreamResponse) -> None:
+        body = await response.read_all(self._max_response_bytes)
+        frame = Frame()
+        if response.header("content-encoding") in (None, "identity"):
+            frame = _read_frame(body)
+        cached = response.cached_tokens
+        if cached is None and frame.usage is not None:
+            cached = frame.usage.cached_tokens
+        exchange.cached(cached)
+        _finish(exchange, lease, frame.usage, 0)
+        await exchange.answer.whole(response.status, response.headers(), body)
+
+    async def _stream(self, exchange: Exchange, lease: Lease, response: UpstreamResponse) -> None:
+        scanner = StreamScanner(self._max_event_bytes, hold_end=exchange.parsed.num_choices == 1)
+        first = await self._first_events(scanner, response)
+        now = time.monotonic()
+        exchange.record.first_token_at = now
+        lease.replica.waiting.discard(exchange.guard)
+        exchange.cached(response.cached_tokens)
+        lease.first_token(response.cached_tokens)
+        exchange.guard.enter(Interrupt.CLIENT_STALLED, self._idle_s)
+        await exchange.answer.start(response.status, response.headers())
+        rest = await self._pump(exchange, scanner, response, first, now)
+        if scanner.error is not None:
+            lease.fail(FailureKind.BROKEN)
+            message = str(scanner.error.get("message", "")) or "the replica sent an error event"
+            exchange.ended(EndState.FAILED, response.status, message[:500])
+        else:
+            _finish(exchange, lease, scanner.usage, scanner.num_events)
+        await exchange.answer.end(rest)
+        await self._drain(exchange, response)
+
+    async def _first_events(self, scanner: StreamScanner, response: UpstreamResponse) -> bytes:
+        """Everything up to and with the first data event."""
+        parts: list[bytes] = []
+        size = 0
+        while not scanner.num_events:
+            chunk = await response.read_some()
+            if not chunk:
+                raise UpstreamError(UpstreamFailure.BROKEN, "it ended its stream before the first token")
+            part = scanner.feed(chunk)
+            parts.append(part)
+            size += len(part)
+            if size > self._max_event_bytes:
+                raise UpstreamError(UpstreamFailure.BROKEN, "it sent comments without end and no token")
+        if scanner.error is not None:
+            raise ReplicaRefused(_error_failure(scanner.error))
+        return b"".join(parts)
+
+    async def _pump(
+        self, exchange: Exchange, scanner: StreamScanner, response: UpstreamResponse, out: bytes, last: float
+    ) -> bytes:
+        """Relay until the end; returns the last bytes, not sent yet."""
+        read, write, guard = response.read_some, exchange.answer.write, exchange.guard
+        clock, idle_s, observe_itl = time.monotonic, self._idle_s, self._metrics.itl.observe
+        while not scanner.done:
+            if out:
+                guard.extend(Interrupt.CLIENT_STALLED, last + idle_s)
+                await write(out)
+            guard.extend(Interrupt.STREAM_IDLE, last + idle_s)
+            chunk = await read()
+            if not chunk:
+                return scanner.close()
+            now = clock()
+            observe_itl(now - last)
+            last = now
+            out = scanner.feed(chunk)
+        return out
+
+    async def _drain(self, exchange: Exchange, response: UpstreamResponse) -> None:
+        """The client has all; read what ends the replica's body, so that its connection can serve again."""
+        if response.at_end:
+            return
+        exchange.guard.enter(Interrupt.STREAM_IDLE, _DRAIN_S)
+        try:
+            while await response.read_some():
+                pass
+        except UpstreamError:
+            return
+        except asyncio.CancelledError as error:
+            exchange.guard.translate(error)
+
+
+def _finish(exchange: Exchange, lease: Lease, usage: Usage | None, num_events: int) -> None:
+    """The answer is complete: end the lease and the record."""
+    record = exchange.record
+    num_output = num_events
+    if usage is not None:
+        num_output = usage.completion_tokens if usage.completion_tokens is not None else num_events
+        record.prompt_tokens = usage.prompt_tokens if usage.prompt_tokens is not None else record.prompt_tokens
+        if record.cached_tokens is None:
+            record.cached_tokens = usage.cached_tokens
+    record.output_tokens = num_output
+    lease.finish(num_output, record.cached_tokens, usage.prompt_tokens if usage is not None else None)
+    exchange.ended(EndState.COMPLETED, 200)
+
+
+def _read_frame(body: bytes) -> Frame:
+    """A whole answer's usage. Raises UpstreamError when it is not JSON, ReplicaRefused when it is an error."""
+    try:
+        frame = FRAME.decode(body)
+    except msgspec.ValidationError:
+        return Frame()  # JSON of another shape: nothing of ours in it
+    except (msgspec.DecodeError, RecursionError) as error:
+        raise UpstreamError(UpstreamFailure.BROKEN, f"its answer is not JSON ({error})") from error
+    if frame.failure is not None and not frame.choices:
+        raise ReplicaRefused(_error_failure(frame.failure))
+    return frame
+
+
+async def _refusal(response: UpstreamResponse) -> Failure:
+    """An error status with the replica's own words."""
+    status = response.status if response.status >= 400 else 502
+    body = await response.read_all(_MAX_ERROR_BYTES)
+    retry_after = response.header("retry-after")
+    return Failure(
+        FailureKind.REJECTED,
+        status,
+        f"The replica answered {response.status}.",
+        body=body if response.status >= 400 else None,
+        content_type=response.content_type or "application/json",
+        retry_after_s=float(retry_after) if retry_after is not None and retry_after.isdigit() else None,
+        upstream_status=status,
+    )
+
+
+def _error_failure(error: dict[str, Any]) -> Failure:
+    """An error object that came with status 200, given the status that it deserves."""
+    code = error.get("code")
+    status = code if isinstance(code, int) and 400 <= code <= 599 else 500
+    message = str(error.get("message") or "The replica failed.")
+    kind = error.get("type")
+    param = error.get("param")
+    body = error_body(
+        message,
+        kind if isinstance(kind, str) else default_type(status),
+        param if isinstance(param, str) else None,
+        code if isinstance(code, str) else None,
+    )
+    return Failure(FailureKind.REJECTED, status, message, body=body, upstream_status=status)

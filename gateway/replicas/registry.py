@@ -1,0 +1,175 @@
+"""The replicas that the gateway knows: where each is, what it serves, whether it takes requests.
+
+The registry is the one place that turns what was seen of a replica (a poll's report, a refused connection) into fleet
+events, so that FleetState and the registry can't disagree. A replica joins the fleet with its first report that names
+its models, and is never forgotten while it is configured: when it is down, it is known and not routable.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass, field
+
+from yarl import URL
+
+from gateway.config import ReplicaSpec
+from gateway.guard import Guard, Interrupt
+from gateway.replicas.dialect import Report
+from policies.events import Event, Joined, Restarted, StatsReported, StatusChanged
+from policies.types import KeySpace, ReplicaId, ReplicaStatus
+
+_log = logging.getLogger("warmgate.replicas")
+NO_SPACE = KeySpace("")
+
+
+@dataclass(slots=True, eq=False)
+class Replica:
+    """One configured endpoint and what is known of it now.
+
+    status, incarnation, models, key_space, block_tokens, num_blocks
+              as last told to the fleet (status DOWN and the rest empty before the first report)
+    waiting   guards of the requests that wait there for a first token
+    key_mode  token or text (prefix/); `kv_feed`: how its cache contents are known
+    """
+
+    spec: ReplicaSpec
+    replica_id: ReplicaId
+    api_key: str | None
+    joined: bool = False
+    status: ReplicaStatus = ReplicaStatus.DOWN
+    incarnation: str = ""
+    models: frozenset[str] = frozenset()
+    key_space: KeySpace = NO_SPACE
+    block_tokens: int = 0
+    num_blocks: int = 0
+    dialect: str = ""
+    key_mode: str = "text"
+    kv_feed: str = "none"
+    detail: str = "not reached yet"
+    waiting: set[Guard] = field(default_factory=set)
+    urls: dict[str, URL] = field(default_factory=dict)
+
+    def url(self, path: str) -> URL:
+        """The replica's URL for `path`, which is one of the gateway's own routes (so the cache is bounded)."""
+        url = self.urls.get(path)
+        if url is None:
+            url = self.urls[path] = URL(self.spec.url + path)
+        return url
+
+
+@dataclass(frozen=True, slots=True)
+class Cut:
+    """How a replica's prompts are cut into blocks: decided when it joins (token mode) or by default (text mode)."""
+
+    key_space: KeySpace
+    block_tokens: int
+    key_mode: str
+
+
+class Registry:
+    """`emit` applies an event to the fleet; `clock` is the monotonic clock of the events."""
+
+    def __init__(
+        self,
+        specs: Iterable[ReplicaSpec],
+        emit: Callable[[Event], None],
+        clock: Callable[[], float],
+        on_restart: Callable[[str], None] = lambda replica_id: None,
+    ) -> None:
+        self._emit = emit
+        self._clock = clock
+        self._on_restart = on_restart
+        self._replicas: dict[ReplicaId, Replica] = {}
+        for spec in specs:
+            replica_id = ReplicaId(spec.name)
+            key = spec.api_key.get_secret_value() if spec.api_key is not None else None
+            self._replicas[replica_id] = Replica(spec, replica_id, key)
+
+    def __iter__(self) -> Iterator[Replica]:
+        return iter(self._replicas.values())
+
+    def __len__(self) -> int:
+        return len(self._replicas)
+
+    def get(self, replica_id: ReplicaId) -> Replica:
+        return self._replicas[replica_id]
+
+    def models(self) -> list[str]:
+        """Models of all replicas that have joined, ready or not, sorted."""
+        return sorted({model for replica in self._replicas.values() for model in replica.models})
+
+    def ready(self, model: str | None = None) -> list[Replica]:
+        return [
+            replica
+            for replica in self._replicas.values()
+            if replica.status is ReplicaStatus.READY and (model is None or model in replica.models)
+        ]
+
+    def key_spaces(self, model: str) -> frozenset[KeySpace]:
+        """The key spaces in which a request for `model` needs chains: those of the replicas that may get it."""
+        return frozenset(replica.key_space for replica in self.ready(model))
+
+    def joins(self, replica: Replica, report: Report, cut: Cut) -> None:
+        """The first report that names its models, or one that changes them or the cut."""
+        replica.joined = True
+        replica.models = report.models
+        replica.incarnation = report.incarnation
+        replica.key_space, replica.block_tokens, replica.key_mode = cut.key_space, cut.block_tokens, cut.key_mode
+        replica.num_blocks = report.num_blocks
+        replica.status = report.status
+        replica.detail = report.detail
+        self._emit(
+            Joined(
+                self._clock(),
+                replica.replica_id,
+                report.incarnation,
+                report.models,
+                cut.key_space,
+                cut.block_tokens,
+                report.num_blocks,
+                report.status,
+            )
+        )
+        _log.info(
+            "replica %s joined (%s, %s): %s, %s keys",
+            replica.replica_id, replica.dialect, report.status.value, ", ".join(sorted(report.models)), cut.key_mode,
+        )  # fmt: skip
+
+    def restarted(self, replica: Replica, incarnation: str, num_blocks: int) -> None:
+        """Another process answers there: what was cached and queued is gone."""
+        _log.info("replica %s restarted: its cache counts as empty", replica.replica_id)
+        replica.incarnation = incarnation
+        replica.num_blocks = num_blocks
+        self._emit(Restarted(self._clock(), replica.replica_id, incarnation, num_blocks))
+        self._on_restart(replica.replica_id)
+
+    def reports(self, replica: Replica, report: Report) -> None:
+        """A later report of the same process: its status and load."""
+        self.set_status(replica, report.status, report.detail)
+        if report.has_load:
+            self._emit(
+                StatsReported(
+                    self._clock(),
+                    replica.replica_id,
+                    report.num_running,
+                    report.num_waiting,
+                    report.kv_usage,
+                    report.queued_prefill_tokens,
+                    report.num_blocks or None,
+                )
+            )
+
+    def set_status(self, replica: Replica, status: ReplicaStatus, detail: str) -> None:
+        replica.detail = detail
+        if not replica.joined or replica.status is status:
+            return
+        level = logging.WARNING if status is ReplicaStatus.DOWN else logging.INFO
+        _log.log(level, "replica %s is %s%s", replica.replica_id, status.value, f": {detail}" if detail else "")
+        replica.status = status
+        self._emit(StatusChanged(self._clock(), replica.replica_id, status))
+
+    def interrupt_waiting(self, replica: Replica) -> None:
+        """Let the requests that wait there for a first token fail over."""
+        for guard in list(replica.waiting):
+            guard.interrupt(Interrupt.REPLICA_STUCK)

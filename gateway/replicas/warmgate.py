@@ -1,0 +1,73 @@
+"""Our own worker: GET /internal/state says everything, GET /internal/tokenizer serves its tokenizer."""
+
+from __future__ import annotations
+
+import msgspec
+
+from engine_worker.contract.state import TokenizerBundle, WorkerState
+from gateway.replicas.dialect import ControlClient, PollError, Report
+from policies.types import ReplicaStatus
+
+_STATUS = {
+    "loading": ReplicaStatus.LOADING,
+    "ready": ReplicaStatus.READY,
+    "draining": ReplicaStatus.DRAINING,
+    "failed": ReplicaStatus.DOWN,
+}
+
+
+class WarmgateDialect:
+    name = "warmgate"
+
+    def __init__(self, client: ControlClient) -> None:
+        self._client = client
+
+    @classmethod
+    async def recognise(cls, client: ControlClient) -> bool:
+        """Whether a bundled worker answers there. Raises PollError when nothing answers."""
+        response = await client.get("/internal/state")
+        if response.status_code in (401, 403):
+            raise PollError("/internal/state wants a secret: set WARMGATE_SECRET as the worker has it")
+        if response.status_code != 200:
+            return False
+        try:
+            msgspec.json.decode(response.content, type=WorkerState)
+        except msgspec.DecodeError:
+            return False
+        return True
+
+    async def poll(self) -> Report:
+        response = await self._client.get("/internal/state")
+        if response.status_code != 200:
+            raise PollError(f"/internal/state answered {response.status_code}")
+        try:
+            state = msgspec.json.decode(response.content, type=WorkerState)
+        except msgspec.DecodeError as error:
+            raise PollError(f"/internal/state can't be read ({error}); do versions differ?") from error
+        used = state.num_blocks - state.num_free_blocks
+        return Report(
+            status=_STATUS[state.status],
+            models=frozenset(state.served_models or ([state.model] if state.model else [])),
+            base_model=state.model,
+            incarnation=state.incarnation,
+            block_tokens=state.block_size,
+            num_blocks=state.num_blocks,
+            has_load=True,
+            num_running=state.num_running,
+            num_waiting=state.num_waiting,
+            kv_usage=min(1.0, max(0.0, used / state.num_blocks)) if state.num_blocks else 0.0,
+            queued_prefill_tokens=state.queued_prefill_tokens,
+            tokenizer_fingerprint=state.tokenizer_fingerprint,
+            kv_events_endpoint=state.kv_events_endpoint,
+            kv_events_replay_endpoint=state.kv_events_replay_endpoint,
+            detail=state.detail,
+        )
+
+    async def tokenizer(self) -> TokenizerBundle | None:
+        response = await self._client.get("/internal/tokenizer", timeout_s=30.0)
+        if response.status_code != 200:
+            raise PollError(f"/internal/tokenizer answered {response.status_code}")
+        try:
+            return msgspec.json.decode(response.content, type=TokenizerBundle)
+        except msgspec.DecodeError as error:
+            raise PollError(f"/internal/tokenizer can't be read ({error}); do versions differ?") from error

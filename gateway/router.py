@@ -1,0 +1,206 @@
+"""Placing a request: a clock and an rng in front of the pure parts, policies.FleetState and a policy.
+
+Choosing a replica and recording the dispatch is one synchronous block, so requests that arrive together see each
+other. What comes back is a lease: the request's hold on its replica, which ends in exactly one of `finish` and `fail`.
+A policy that holds requests back does so in policies/queue.py; `place` then waits for an event to let its request go.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import math
+import random
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from engine_worker.contract.errors import ApiError
+from gateway.observe.metrics import Metrics
+from gateway.replicas.registry import Registry, Replica
+from policies.events import Dispatched, Event, Failed, FailureKind, Finished, FirstToken, StatsReported
+from policies.fleet import FleetState
+from policies.queue import Hold, QueueFull, RequestQueue
+from policies.types import Decision, FleetSnapshot, Policy, PrefixChain, ReplicaStatus, RouteRequest
+
+RETRY_AFTER_S = 2.0
+
+
+class NoReplica(ApiError):
+    """No replica may take the request now: 503 with Retry-After, or 404 for a model that nobody serves."""
+
+
+class Lease:
+    """A request's hold on a replica, from Dispatched to exactly one of Finished and Failed."""
+
+    __slots__ = ("_emit", "_open", "chain", "decision", "dispatched_at", "replica", "request_id")
+
+    def __init__(
+        self, emit: Callable[[Event], None], request_id: str, decision: Decision, chain: PrefixChain, replica: Replica
+    ) -> None:
+        self._emit = emit
+        self._open = True
+        self.request_id = request_id
+        self.decision = decision
+        self.chain = chain
+        self.replica = replica
+        self.dispatched_at = time.monotonic()
+        emit(Dispatched(self.dispatched_at, replica.replica_id, request_id, chain, decision.matched_tokens))
+
+    @property
+    def is_open(self) -> bool:
+        return self._open
+
+    def first_token(self, cached_tokens: int | None) -> None:
+        assert self._open, f"{self.request_id} has ended"
+        self._emit(FirstToken(time.monotonic(), self.replica.replica_id, self.request_id, cached_tokens))
+
+    def finish(self, num_output_tokens: int, cached_tokens: int | None, num_prompt_tokens: int | None) -> None:
+        self._end(
+            Finished(
+                time.monotonic(), self.replica.replica_id, self.request_id, num_output_tokens, cached_tokens,
+                num_prompt_tokens,
+            )
+        )  # fmt: skip
+
+    def fail(self, kind: FailureKind) -> None:
+        self._end(Failed(time.monotonic(), self.replica.replica_id, self.request_id, kind))
+
+    def _end(self, event: Event) -> None:
+        assert self._open, f"{self.request_id} has ended already"
+        self._open = False
+        self._emit(event)
+
+
+@dataclass(slots=True)
+class RouterStats:
+    num_in_flight: int = 0
+    num_queued: int = 0
+
+
+class Router:
+    """Drives FleetState with the wall's clock. All fleet events of the gateway pass through `emit`."""
+
+    def __init__(
+        self, fleet: FleetState, policy: Policy, metrics: Metrics, seed: int | None = None, hold: Hold | None = None
+    ) -> None:
+        self.fleet = fleet
+        self.policy = policy
+        self.stats = RouterStats()
+        self.registry: Registry
+        self._metrics = metrics
+        self._rng = random.Random(seed)
+        self._ids = itertools.count(1)
+        self._hold = hold
+        self._queue = RequestQueue(hold)
+        self._held: dict[str, asyncio.Future[Lease]] = {}
+        self._timer: asyncio.TimerHandle | None = None
+
+    def emit(self, event: Event) -> None:
+        """Apply what happened to the fleet."""
+        self.fleet.apply(event)
+        if isinstance(event, Dispatched):
+            self.stats.num_in_flight += 1
+        elif isinstance(event, Finished | Failed):
+            self.stats.num_in_flight -= 1
+        if self._held and not isinstance(event, Dispatched | StatsReported):
+            self._poll()
+
+    def new_id(self) -> str:
+        """A lease's id, unique in this process (clients may repeat theirs)."""
+        return f"{next(self._ids):x}"
+
+    async def place(self, request: RouteRequest, wait_s: float = math.inf) -> Lease:
+        """Choose a replica and take a lease there, at once unless the policy holds the request back.
+
+        Raises NoReplica, also when it was held for `wait_s`. A cancelled wait leaves nothing behind.
+        """
+        if self._hold is None:
+            return self._place_now(request)
+        future: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
+        now = time.monotonic()
+        try:
+            self._queue.arrive(request, now, now + wait_s)
+        except QueueFull as error:
+            raise NoReplica(503, f"{error}.", code="queue_full", retry_after_s=RETRY_AFTER_S) from None
+        self._held[request.request_id] = future
+        self._poll()
+        try:
+            return await future
+        except asyncio.CancelledError:
+            if future.done() and not future.cancelled() and future.exception() is None:
+                future.result().fail(FailureKind.CANCELLED)
+            raise
+        finally:
+            self._held.pop(request.request_id, None)
+            self._queue.cancel(request.request_id)
+            self.stats.num_queued = len(self._queue)
+
+    def _poll(self) -> None:
+        """Let go what may go now, and wake up again when the next one has waited too long."""
+        if self._timer is not None:
+            self._timer.cancel()
+            self._timer = None
+        polled = self._queue.poll(time.monotonic(), self._dispatch)
+        for request in polled.expired:
+            error = NoReplica(504, "The request waited too long for a replica.", code="queue_timeout")
+            self._held[request.request_id].set_exception(error)
+        self.stats.num_queued = len(self._queue)
+        if (deadline := self._queue.next_deadline()) is not None:
+            delay_s = max(0.0, deadline - time.monotonic())
+            self._timer = asyncio.get_running_loop().call_later(delay_s, self._poll)
+
+    def _dispatch(self, request: RouteRequest) -> None:
+        future = self._held[request.request_id]
+        if future.done():
+            return
+        try:
+            future.set_result(self._place_now(request))
+        except NoReplica as error:
+            future.set_exception(error)
+
+    def num_candidates(self, request: RouteRequest) -> int:
+        return len(self._snapshot(request).replicas)
+
+    def _snapshot(self, request: RouteRequest) -> FleetSnapshot:
+        return self.fleet.snapshot(request, time.monotonic())
+
+    def _place_now(self, request: RouteRequest) -> Lease:
+        started = time.perf_counter()
+        snapshot = self._snapshot(request)
+        if not snapshot.replicas:
+            raise self._no_replica(request.model)
+        decision = self.policy.choose(request, snapshot, self._rng)
+        replica = self.registry.get(decision.replica_id)
+        chain = request.chains.get(replica.key_space)
+        if chain is None:
+            chain = PrefixChain((), max(1, replica.block_tokens), request.num_tokens)
+        lease = Lease(self.emit, request.request_id, decision, chain, replica)
+        self._metrics.route.observe(time.perf_counter() - started)
+        self._metrics.decided(decision.policy, decision.reason)
+        return lease
+
+    def check_model(self, model: str) -> None:
+        """Raises NoReplica when no request for `model` can be placed now."""
+        if not self.registry.ready(model):
+            raise self._no_replica(model)
+
+    def _no_replica(self, model: str) -> NoReplica:
+        known = self.registry.models()
+        is_known = model in known
+        if not is_known and self.registry.ready():
+            names = ", ".join(known[:8])
+            return NoReplica(
+                404,
+                f"The model {model[:128]!r} does not exist here; models served: {names}.",
+                param="model",
+                code="model_not_found",
+            )
+        loading = any(replica.status is ReplicaStatus.LOADING for replica in self.registry)
+        if not len(self.registry):
+            message = "No replica is configured; start the gateway with --replica URL."
+        elif loading:
+            message = "No replica is ready yet: one is still loading its model. Try again shortly."
+        else:
+            message = "No replica is ready to take this request. Try again shortly."
+        return NoReplica(503, message, code="no_replica", retry_after_s=RETRY_AFTER_S)

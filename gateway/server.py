@@ -1,0 +1,211 @@
+"""Running the gateway: uvicorn around the application, with limits on headers, a clean start and a clean stop.
+
+SIGTERM or Ctrl-C: no new connections, requests in flight get `drain_s` to end, what is left then ends in an error
+event or a 503. A second signal ends at once.
+"""
+
+from __future__ import annotations
+
+import argparse
+import errno
+import ipaddress
+import logging
+import socket
+import sys
+from types import FrameType
+from typing import Any
+
+import uvicorn
+from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+
+from engine_worker.contract.errors import ApiError
+from gateway.app import Gateway, create_app
+from gateway.config import ConfigError, GatewaySettings, load_settings
+from policies.registry import UnknownPolicy
+
+_log = logging.getLogger("warmgate")
+EXIT_USAGE = 2
+EXIT_PORT = 3
+
+
+def run(settings: GatewaySettings) -> int:
+    """Serve until a signal. Returns the process's exit code; what is wrong is said in one sentence on stderr."""
+    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.getLogger("httpx").setLevel(logging.WARNING)
+    if not settings.replicas:
+        return _fail("no replica is given: pass --replica http://127.0.0.1:8101 (once for each replica).", EXIT_USAGE)
+    try:
+        app = create_app(settings)
+    except UnknownPolicy as error:
+        return _fail(f"{error}.", EXIT_USAGE)
+    except OSError as error:
+        return _fail(f"the access log {settings.access_log} can't be opened: {error.strerror}.", EXIT_USAGE)
+    try:
+        listener = _listen(settings.host, settings.port)
+    except OSError as error:
+        return _fail(_cannot_listen(settings, error), EXIT_PORT)
+    _warn_if_exposed(settings)
+    _Server(_uvicorn_config(app, settings), app).run(sockets=[listener])
+    return 0
+
+
+class _Server(uvicorn.Server):
+    """Tells the application when draining begins."""
+
+    def __init__(self, config: uvicorn.Config, app: Gateway) -> None:
+        super().__init__(config)
+        self._app = app
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        await super().startup(sockets)
+        assert sockets is not None
+        host, port = sockets[0].getsockname()[:2]
+        count = len(self._app.settings.replicas)
+        plural = "" if count == 1 else "s"
+        _log.info(
+            "gateway on http://%s:%d, policy %s, %d replica%s", host, port, self._app.settings.policy, count, plural
+        )
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """The first signal drains, a second one ends at once. Neither is raised again: a clean stop exits with 0."""
+        if self.should_exit:
+            self.force_exit = True
+        self.should_exit = True
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        self._app.draining = True
+        await super().shutdown(sockets)
+
+
+def _uvicorn_config(app: Gateway, settings: GatewaySettings) -> uvicorn.Config:
+    max_header_bytes = settings.max_header_bytes
+
+    class Protocol(_Protocol):
+        header_limit = max_header_bytes
+
+    return uvicorn.Config(
+        app,
+        http=Protocol,
+        ws="none",
+        lifespan="on",
+        log_config=None,
+        log_level="warning",
+        access_log=False,
+        server_header=False,
+        date_header=True,
+        proxy_headers=False,
+        backlog=2048,
+        timeout_keep_alive=75,
+        timeout_graceful_shutdown=max(1, round(settings.drain_s)),
+    )
+
+
+class _Protocol(HttpToolsProtocol):
+    """uvicorn's protocol with a bound on a request's headers (431), and a way for the application to drop a client."""
+
+    header_limit = 64 * 1024
+
+    def on_message_begin(self) -> None:
+        super().on_message_begin()
+        self._header_bytes = 0
+        self.scope["extensions"] = {"warmgate.abort": {"call": self._abort}}
+
+    def on_url(self, url: bytes) -> None:
+        super().on_url(url)
+        self._count(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        super().on_header(name, value)
+        self._count(len(name) + len(value))
+
+    def _count(self, num_bytes: int) -> None:
+        self._header_bytes += num_bytes
+        if self._header_bytes > self.header_limit:
+            raise _HeadersTooLarge
+
+    def data_received(self, data: bytes) -> None:
+        try:
+            super().data_received(data)
+        except _HeadersTooLarge:
+            self._refuse()
+
+    def _refuse(self) -> None:
+        message = f"The request's headers are larger than {self.header_limit} bytes."
+        body = ApiError(431, message).body()
+        self.transport.write(
+            b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
+            b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(body), body)
+        )
+        self.transport.close()
+
+    def _abort(self) -> None:
+        self.transport.abort()
+
+
+class _HeadersTooLarge(Exception):
+    pass
+
+
+def _listen(host: str, port: int) -> socket.socket:
+    """A bound socket. SO_REUSEADDR lets a restart bind at once; it doesn't allow two listeners. Raises OSError."""
+    family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    listener = socket.socket(family, kind, protocol)
+    try:
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        listener.bind(address)
+        listener.listen(2048)
+    except OSError:
+        listener.close()
+        raise
+    listener.setblocking(False)
+    return listener
+
+
+def _cannot_listen(settings: GatewaySettings, error: OSError) -> str:
+    where = f"{settings.host}:{settings.port}"
+    if error.errno == errno.EADDRINUSE:
+        return f"{where} is in use already: stop what listens there or choose another --port."
+    if error.errno == errno.EACCES:
+        return f"listening on {where} is not permitted: choose a --port of 1024 or more."
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        return f"--host {settings.host} is not an address of this machine."
+    return f"listening on {where} failed: {error.strerror}."
+
+
+def _warn_if_exposed(settings: GatewaySettings) -> None:
+    try:
+        is_loopback = ipaddress.ip_address(settings.host).is_loopback
+    except ValueError:
+        is_loopback = settings.host == "localhost"
+    if not is_loopback:
+        _log.warning("listening on %s: whoever reaches this port may use the models behind it", settings.host)
+
+
+def _fail(sentence: str, code: int) -> int:
+    print(f"warmgate: {sentence}", file=sys.stderr)
+    return code
+
+
+def parse_flags(argv: list[str]) -> tuple[dict[str, Any], str | None]:
+    """Flags of `python -m gateway.server`: the settings' names; --replica may be repeated."""
+    parser = argparse.ArgumentParser(prog="python -m gateway.server", description="Serve the gateway.")
+    parser.add_argument("--config", help="YAML file of settings")
+    parser.add_argument("--replica", action="append", dest="replicas", help="URL of a replica (repeat for each)")
+    for name in GatewaySettings.model_fields:
+        if name not in ("replicas", "secret"):
+            parser.add_argument(f"--{name.replace('_', '-')}", dest=name)
+    flags = vars(parser.parse_args(argv))
+    return flags, flags.pop("config")
+
+
+def main(argv: list[str] | None = None) -> int:
+    flags, config = parse_flags(sys.argv[1:] if argv is None else argv)
+    try:
+        settings = load_settings(flags, config)
+    except ConfigError as error:
+        return _fail(str(error), EXIT_USAGE)
+    return run(settings)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
