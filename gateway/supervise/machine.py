@@ -48,7 +48,7 @@ class RestartRules:
     max_delay_s: float = 30.0
     max_failures: int = 5
     stable_s: float = 60.0
-    grace_s: float = 15.0
+    grace_s: float = 40.0  # children let requests in flight finish for 30 s
 
     def delay_s(self, num_failures: int) -> float:
         return float(min(self.first_delay_s * 2 ** (num_failures - 1), self.max_delay_s))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 
 from gateway.supervise.machine import Role
 
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpOptions:
     """What to bring up. `worker_args` go to every worker after ours, so they win."""

@@ -66,7 +66,7 @@ class Driver:
     def _asked_to_stop(self) -> None:
         if not self._machine.stopping:
             self._screen.settle()
-            self._screen.say("Stopping ...")
+            self._screen.say("Stopping; requests in flight may finish. Once more stops at once.")
         self._do(self._machine.stop(self._now()))
 
     def _now(self) -> float:

@@ -15,7 +15,7 @@ import openai
 import pytest
 
 from tests.e2e.conftest import LOAD_LIMIT_S, Stack
-from tests.support.processes import free_port, python
+from tests.support.processes import descendants, free_port, python
 
 pytestmark = pytest.mark.e2e
 
@@ -130,8 +130,6 @@ def test_a_worker_killed_under_load(client: openai.OpenAI, stack: Stack) -> None
 
 def test_a_killed_engine_process_is_started_again(client: openai.OpenAI, stack: Stack) -> None:
     """The engine dies, its API process lives: it says so, and has another engine before long."""
-    from tests.support.processes import descendants
-
     incarnation = stack.worker_state(0)["incarnation"]
     engines = descendants(stack.worker_pid(0))
     assert engines
@@ -157,14 +155,17 @@ def test_requests_waiting_at_a_stopped_worker_fail_over(client: openai.OpenAI, s
     home = ask()
     assert ask() == home
     frozen = stack.worker_index(home)
-    group = os.getpgid(stack.worker_pid(frozen))
-    os.killpg(group, signal.SIGSTOP)
+    leader = stack.worker_pid(frozen)
+    family = [leader, *descendants(leader)]
+    for pid in family:
+        os.kill(pid, signal.SIGSTOP)
     try:
         assert ask() == stack.replica_name(1 - frozen)
         stack.up.until("the frozen worker gets no new requests", lambda: not stack.is_up(frozen))
         assert ask() == stack.replica_name(1 - frozen)
     finally:
-        os.killpg(group, signal.SIGCONT)
+        for pid in family:
+            os.kill(pid, signal.SIGCONT)
     stack.until_all_up()
     stack.until_idle()
     assert_serves(client, stack, frozen)
