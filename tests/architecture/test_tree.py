@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import re
+import subprocess
+import sys
 import tokenize
 from pathlib import Path
 
@@ -120,7 +122,11 @@ def assert_warmgate(name: str, rest: list[str], command: str) -> None:
     flags = {option for parameter in known.params for option in parameter.opts}
     if name == "serve":
         flags |= {"--" + field.replace("_", "-") for field in GatewaySettings.model_fields}
-    if name in ("serve", "up"):
-        ours = rest[: rest.index("--")] if "--" in rest else rest
-        unknown = [word for word in ours if word.startswith("--") and word.partition("=")[0] not in flags]
-        assert unknown == [], command
+    if name in ("worker", "up"):
+        flags |= worker_flags()
+    assert [word for word in rest if word.startswith("--") and word.partition("=")[0] not in flags] == [], command
+
+
+def worker_flags() -> set[str]:
+    done = subprocess.run([sys.executable, "-m", "engine_worker", "--help"], capture_output=True, text=True, cwd=ROOT)
+    return set(re.findall(r"--[\w-]+", done.stdout))
