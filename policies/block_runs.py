@@ -13,7 +13,7 @@ whole run equal, and where they differ the fork is found by bisection. Holes nee
 replica at the first block that it lacks. Replicas are bits of an integer while walking.
 
 Each replica's holds also form its LRU list: least recently used first, and within one prompt the tail before the root.
-Pinned holds (requests in flight) stand outside it.
+Pinned holds (requests in flight) stand outside it, in a ring of their own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Hold:
 
     num_blocks     leading blocks held, `num_confirmed` of them known to exist and the others predicted
     num_pins       requests in flight here whose prompt covers the run
-    prev, next     the neighbours in the replica's LRU list, None while pinned
+    prev, next     neighbours in one of the replica's two rings: pinned holds, or the others from old to young
     """
 
     __slots__ = ("next", "num_blocks", "num_confirmed", "num_pins", "prev", "run", "slot")
@@ -42,10 +42,6 @@ class Hold:
         self.prev: Hold | None = None
         self.next: Hold | None = None
 
-    @property
-    def linked(self) -> bool:
-        return self.next is not None
-
     def link_before(self, other: Hold) -> None:
         """Enter the list of `other` right before it (so right before it in the order of eviction)."""
         assert self.next is None
@@ -55,9 +51,25 @@ class Hold:
         other.prev = self
 
     def unlink(self) -> None:
-        if self.next is not None and self.prev is not None:
-            self.prev.next, self.next.prev = self.next, self.prev
-            self.prev = self.next = None
+        assert self.next is not None
+        assert self.prev is not None
+        self.prev.next, self.next.prev = self.next, self.prev
+        self.prev = self.next = None
+
+    def ring(self) -> Iterator[Hold]:
+        """The holds of the ring whose sentinel this is, the first to go first. The one given may be unlinked."""
+        hold = self.next
+        while hold is not None and hold is not self:
+            following = hold.next
+            yield hold
+            hold = following
+
+    @classmethod
+    def sentinel(cls, slot: int) -> Hold:
+        """The fixed point of an empty ring."""
+        hold = cls(Run([]), slot)
+        hold.prev = hold.next = hold
+        return hold
 
 
 class Run:
@@ -180,8 +192,7 @@ class RunTable:
             hold.num_blocks = min(hold.num_blocks, at)
             hold.num_confirmed = min(hold.num_confirmed, at)
             tail.holds[slot] = half
-            if hold.linked:
-                half.link_before(hold)
+            half.link_before(hold)
         run.refresh_full()
         tail.refresh_full()
         return tail
@@ -229,7 +240,7 @@ class RunTable:
                 assert hold.slot == slot
                 assert 0 <= hold.num_confirmed <= hold.num_blocks <= len(run.keys)
                 assert hold.num_blocks or hold.num_pins, "an empty hold stayed behind"
-                assert hold.linked == (not hold.num_pins), "pinned holds stand outside the LRU list, all others in it"
+                assert hold.next is not None, "a hold in no list"
                 full |= (hold.num_blocks == len(run.keys)) << slot
             assert run.full == full
             pinned = any(hold.num_pins for hold in run.holds.values())

@@ -51,11 +51,14 @@ class StatusChanged:
 
 @dataclass(frozen=True, slots=True)
 class Dispatched:
+    """`streamed` False: no FirstToken will tell when its prefill ended, only Finished when all of it has."""
+
     at: float
     replica_id: ReplicaId
     request_id: str
     chain: PrefixChain
     matched_tokens: int
+    streamed: bool = True
 
 
 @dataclass(frozen=True, slots=True)

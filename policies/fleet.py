@@ -20,7 +20,7 @@ they are ignored. A second Dispatched for a live lease is a bug of the driver.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
@@ -43,7 +43,8 @@ from policies.events import (
 )
 from policies.load import Lease, ReplicaLoad
 from policies.prefix_index import PrefixIndex
-from policies.types import FleetSnapshot, KeySpace, Rates, ReplicaId, ReplicaStatus, ReplicaView, RouteRequest
+from policies.replica import Replica, ReplicaStats
+from policies.types import FleetSnapshot, ReplicaId, ReplicaStatus, RouteRequest
 
 OUTPUT_WEIGHT = 0.05  # of a new request in the mean output
 
@@ -58,48 +59,14 @@ class FleetConfig:
     initial_output_tokens: float = 200.0
 
 
-@dataclass(frozen=True, slots=True)
-class ReplicaStats:
-    """What the router believes about one replica, for metrics and `explain`."""
-
-    replica_id: ReplicaId
-    incarnation: str
-    status: ReplicaStatus
-    num_waiting: int
-    num_running: int
-    queued_prefill_tokens: int
-    queued_prefill_s: float
-    kv_usage: float
-    num_index_blocks: int
-    index_capacity_blocks: int
-    authoritative: bool
-    trust: float
-    rates: Rates
-
-
-@dataclass(slots=True)
-class _Replica:
-    """Description and state of one replica."""
-
-    replica_id: ReplicaId
-    incarnation: str
-    models: frozenset[str]
-    key_space: KeySpace
-    block_tokens: int
-    num_blocks: int
-    status: ReplicaStatus
-    load: ReplicaLoad = field(default_factory=lambda: ReplicaLoad(SpeedModel()))
-    rates: Rates = field(default_factory=lambda: SpeedModel().own_rates())
-
-
 class FleetState:
     """See the module's header. Not thread-safe: one driver, one thread."""
 
     def __init__(self, config: FleetConfig | None = None) -> None:
         self._config = config or FleetConfig()
         self._index = PrefixIndex(prediction_ttl_s=self._config.prediction_ttl_s)
-        self._replicas: dict[ReplicaId, _Replica] = {}
-        self._order: tuple[_Replica, ...] = ()
+        self._replicas: dict[ReplicaId, Replica] = {}
+        self._order: tuple[Replica, ...] = ()
         self._leases: dict[str, Lease] = {}
         self._sequence = 0
         self._last_event_at = 0.0
@@ -132,7 +99,7 @@ class FleetState:
         self._index.expire(now)
         matches = {space: self._index.match(chain.keys) for space, chain in request.chains.items()}
         views = tuple(
-            self._view(replica, request, matches.get(replica.key_space), now)
+            replica.view(request, matches.get(replica.key_space), now)
             for replica in self._order
             if replica.status is ReplicaStatus.READY
             and request.model in replica.models
@@ -145,24 +112,7 @@ class FleetState:
 
     def stats(self, replica_id: ReplicaId, now: float | None = None) -> ReplicaStats:
         """`now` ages the work clock; without it the time of the last event. Raises KeyError for an unknown replica."""
-        replica = self._replicas[replica_id]
-        load, index = replica.load, self._index
-        now = self._last_event_at if now is None else now
-        return ReplicaStats(
-            replica_id=replica_id,
-            incarnation=replica.incarnation,
-            status=replica.status,
-            num_waiting=len(load.waiting) + load.foreign_waiting,
-            num_running=len(load.running) + load.foreign_running,
-            queued_prefill_tokens=load.queued_tokens(now),
-            queued_prefill_s=load.queued_s(now),
-            kv_usage=load.kv_usage(replica.num_blocks),
-            num_index_blocks=index.num_blocks(replica_id),
-            index_capacity_blocks=index.capacity(replica_id),
-            authoritative=index.authoritative(replica_id),
-            trust=index.trust(replica_id),
-            rates=replica.rates,
-        )
+        return self._replicas[replica_id].stats(self._index, self._last_event_at if now is None else now)
 
     def num_leases(self) -> int:
         return len(self._leases)
@@ -181,29 +131,6 @@ class FleetState:
         assert on_replicas == self._leases, "a lease without a replica, or a load without its lease"
         assert [r.replica_id for r in self._order] == sorted(self._replicas)
 
-    def _view(
-        self, replica: _Replica, request: RouteRequest, matches: dict[ReplicaId, int] | None, now: float
-    ) -> ReplicaView:
-        load = replica.load
-        load.forget_old_report(now)
-        num_tokens, matched = request.num_tokens, 0
-        if matches is not None:
-            chain = request.chains[replica.key_space]
-            num_tokens = chain.num_tokens
-            matched = min(matches.get(replica.replica_id, 0) * chain.block_tokens, max(num_tokens - 1, 0))
-        return ReplicaView(
-            replica.replica_id,
-            replica.incarnation,
-            num_tokens,
-            matched,
-            load.queued_tokens(now),
-            load.queued_s(now),
-            len(load.waiting) + load.foreign_waiting,
-            len(load.running) + load.foreign_running,
-            load.kv_usage(replica.num_blocks),
-            replica.rates,
-        )
-
     # Replicas come and go
 
     def _joined(self, event: Joined) -> None:
@@ -214,7 +141,7 @@ class FleetState:
             return
         if known is not None:
             self._purge(known)
-        replica = _Replica(
+        replica = Replica(
             event.replica_id,
             event.incarnation,
             event.models,
@@ -252,18 +179,18 @@ class FleetState:
         if replica is not None:
             replica.status = event.status
 
-    def _purge(self, replica: _Replica) -> None:
+    def _purge(self, replica: Replica) -> None:
         for request_id in (*replica.load.waiting, *replica.load.running):
             del self._leases[request_id]
         replica.load.waiting.clear()
         replica.load.running.clear()
         self._index.remove(replica.replica_id)
 
-    def _mirror(self, replica: _Replica) -> None:
+    def _mirror(self, replica: Replica) -> None:
         guess = max(self._config.default_capacity_tokens // max(replica.block_tokens, 1), 1)
         self._index.add(replica.replica_id, replica.num_blocks, guess)
 
-    def _resize(self, replica: _Replica, num_blocks: int | None) -> None:
+    def _resize(self, replica: Replica, num_blocks: int | None) -> None:
         if num_blocks:
             replica.num_blocks = num_blocks
             self._index.resize(replica.replica_id, num_blocks)
@@ -275,6 +202,7 @@ class FleetState:
         self._sequence += 1
         if replica is None:
             return
+        replica.load.advance(event.at)
         assert event.request_id not in self._leases, "a request dispatched twice without Failed in between"
         chain = event.chain
         matched = min(event.matched_tokens, max(chain.num_tokens - 1, 0))
@@ -288,6 +216,7 @@ class FleetState:
             num_sure_blocks=num_sure,
             prefill_s=replica.rates.prefill_s(chain.num_tokens - matched, matched),
             dispatched_at=event.at,
+            streamed=event.streamed,
         )
         self._leases[event.request_id] = lease
         replica.load.dispatched(lease)
@@ -300,8 +229,6 @@ class FleetState:
 
     def _started(self, lease: Lease, at: float, cached_tokens: int | None) -> None:
         """The first token is here: whatever was predicted of this request's prefill is now known."""
-        if lease.first_token_at is not None:
-            return
         replica = self._replicas[lease.replica_id]
         self._index.computed(lease.replica_id, lease.chain.keys)
         self._realised(lease, cached_tokens)
@@ -321,14 +248,10 @@ class FleetState:
         lease = self._live_lease(event.request_id, event.replica_id)
         if lease is None:
             return
-        if lease.first_token_at is None:
-            self._started(lease, event.at, event.cached_tokens)  # not streamed: nothing was heard until now
-            num_output_tokens = None if event.num_output_tokens > 1 else event.num_output_tokens
-        else:
-            self._realised(lease, event.cached_tokens)
-            num_output_tokens = event.num_output_tokens
+        self._index.computed(lease.replica_id, lease.chain.keys)
+        self._realised(lease, event.cached_tokens)
         self._mean_output_tokens += OUTPUT_WEIGHT * (event.num_output_tokens - self._mean_output_tokens)
-        self._end(lease, event.at, num_output_tokens, keep_blocks=None)
+        self._end(lease, event.at, event.num_output_tokens, keep_blocks=None)
 
     def _failed(self, event: Failed) -> None:
         lease = self._live_lease(event.request_id, event.replica_id)
@@ -348,7 +271,7 @@ class FleetState:
         lease = self._leases.get(request_id)
         return lease if lease is not None and lease.replica_id == replica_id else None
 
-    def _reserve_output(self, replica: _Replica) -> None:
+    def _reserve_output(self, replica: Replica) -> None:
         num_in_flight = len(replica.load.waiting) + len(replica.load.running)
         per_request = ceil(self._mean_output_tokens / max(replica.block_tokens, 1))
         self._index.reserve(replica.replica_id, num_in_flight * per_request if replica.num_blocks else 0)
@@ -379,7 +302,7 @@ class FleetState:
 
     def _refresh_rates(self) -> None:
         """Rates of all replicas: newcomers' follow those of their peers (the replicas of the same models)."""
-        by_models: dict[frozenset[str], list[_Replica]] = {}
+        by_models: dict[frozenset[str], list[Replica]] = {}
         for replica in self._order:
             by_models.setdefault(replica.models, []).append(replica)
         for peers in by_models.values():

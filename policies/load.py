@@ -1,7 +1,8 @@
 """What one replica is busy with: leases, the fluid work clock, and traffic that came from elsewhere.
 
 Leases. Every dispatched request holds one, from Dispatched to Finished or Failed: *waiting* until its first token,
-*running* after it. All counters are sums over leases, so they cannot drift.
+*running* after it. All counters are sums over leases, so they cannot drift. Of a request that isn't streamed no first
+token is seen: it counts as running once its predicted prefill is over, or a later request's first token came.
 
 Work clock. W is the prefill time still ahead of a newcomer: the predicted seconds of the waiting leases, of which the
 oldest (the head) ages with time since it became the head. Every first token resynchronises: its request leaves the sum
@@ -50,6 +51,7 @@ class Lease:
     prefill_s: float
     dispatched_at: float
     first_token_at: float | None = None
+    streamed: bool = True
     unreported: bool = True  # dispatched since the replica's last report
 
     @property
@@ -114,11 +116,16 @@ class ReplicaLoad:
         """Move a lease from waiting to running. True when the speed model learned something."""
         if lease.request_id not in self.waiting:
             return False
-        learned = self._observe(lease, at, lease.matched_tokens if cached_tokens is None else cached_tokens)
-        self._leave_waiting(lease, at)
-        lease.first_token_at = at
-        self.running[lease.request_id] = lease
-        self.kv_tokens += lease.chain.num_tokens
+        silent = []  # dispatched before it and not streamed: computed by now too
+        for older in self.waiting.values():
+            if older is lease:
+                break
+            if not older.streamed:
+                silent.append(older)
+        for older in silent:
+            self._start(older, at)
+        learned = self._observe(lease, silent, at, lease.matched_tokens if cached_tokens is None else cached_tokens)
+        self._start(lease, at)
         return learned
 
     def ended(self, lease: Lease, at: float, num_output_tokens: int | None = None) -> bool:
@@ -128,10 +135,29 @@ class ReplicaLoad:
             self._leave_waiting(lease, at)
             return False
         del self.running[lease.request_id]
-        if num_output_tokens is not None and lease.first_token_at is not None:
+        learned = num_output_tokens is not None and lease.streamed and lease.first_token_at is not None
+        if learned and num_output_tokens is not None and lease.first_token_at is not None:
             self.speed.observe_decode(num_output_tokens, at - lease.first_token_at, float(self.kv_tokens))
         self.kv_tokens -= lease.chain.num_tokens
-        return num_output_tokens is not None
+        return learned
+
+    def advance(self, now: float) -> None:
+        """Let time pass: old reports lose their force, and requests that aren't streamed move on as predicted."""
+        if self.report is not None and now - self.report.at > FOREIGN_TTL_S:
+            self._forget_report()
+        while self.waiting:
+            head = next(iter(self.waiting.values()))
+            done_at = self._service_start() + head.prefill_s
+            if head.streamed or now < done_at:
+                return
+            self._start(head, done_at)
+            self._last_group_at = max(self._last_group_at, done_at)
+
+    def _start(self, lease: Lease, at: float) -> None:
+        self._leave_waiting(lease, at)
+        lease.first_token_at = at
+        self.running[lease.request_id] = lease
+        self.kv_tokens += lease.chain.num_tokens
 
     def _leave_waiting(self, lease: Lease, at: float) -> None:
         del self.waiting[lease.request_id]
@@ -141,13 +167,16 @@ class ReplicaLoad:
 
     # Speed
 
-    def _observe(self, lease: Lease, at: float, cached_tokens: int) -> bool:
+    def _observe(self, lease: Lease, silent: list[Lease], at: float, cached_tokens: int) -> bool:
         group, learned = self._group, False
         if group is not None and at - group.until > max(GROUP_MIN_S, GROUP_SHARE * (group.until - group.since)):
             learned = self._close_group()
             group = None
         if group is None:
-            group = self._group = _Group(max(lease.dispatched_at, self._last_group_at), at)
+            first = min((older.dispatched_at for older in silent), default=lease.dispatched_at)
+            group = self._group = _Group(max(min(first, lease.dispatched_at), self._last_group_at), at)
+        for older in silent:
+            group.add(older, older.matched_tokens, at)
         group.add(lease, cached_tokens, at)
         if len(self.waiting) == 1:  # only this one: nothing else can belong to the step
             learned = self._close_group() or learned
@@ -181,25 +210,27 @@ class ReplicaLoad:
             return 0.0
         return max(1.0 - (now - self.report.at) / self._foreign_s, 0.0)
 
-    def forget_old_report(self, now: float) -> None:
-        if self.report is not None and now - self.report.at > FOREIGN_TTL_S:
-            self.report = None
-            self.foreign_waiting = self.foreign_running = self._foreign_tokens = 0
-            self._foreign_s = 0.0
-            self._count_unreported(-inf)
+    def _forget_report(self) -> None:
+        self.report = None
+        self.foreign_waiting = self.foreign_running = self._foreign_tokens = 0
+        self._foreign_s = 0.0
+        self._count_unreported(-inf)
 
     # Views
+
+    def _service_start(self) -> float:
+        """Since when the head is being served: foreign prefill goes first."""
+        if self._foreign_s and self.report is not None:
+            return max(self._head_since, self.report.at + self._foreign_s)
+        return self._head_since
 
     def queued_s(self, now: float) -> float:
         """The work clock W."""
         left = self._foreign_s * self._foreign_left(now) if self._foreign_s else 0.0
         if not self.waiting:
             return left
-        since = self._head_since
-        if self.report is not None:
-            since = max(since, self.report.at + self._foreign_s) if self._foreign_s else since
         head = next(iter(self.waiting.values())).prefill_s
-        served = max(now - since, 0.0)
+        served = max(now - self._service_start(), 0.0)
         remaining = head - served if served <= head else OVERRUN_SHARE * (served - head)
         return max(self._waiting_s - head, 0.0) + remaining + left
 

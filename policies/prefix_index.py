@@ -16,77 +16,19 @@ Theory. Every replica is mirrored by an LRU of its own size:
   of such blocks that came true lately; below 0.9 it scales predictions down, so that a replica which never reuses
   anything stops attracting anybody.
 
-The keys and their holders live in block_runs.py.
+The keys and their holders live in block_runs.py, one replica's bookkeeping in mirror.py.
 """
 
 from __future__ import annotations
 
-from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from math import inf
 
-from policies.block_runs import Hold, Run, RunTable, common_length
+from policies.block_runs import Hold, RunTable
+from policies.mirror import Mirror
 from policies.types import BlockKey, ReplicaId
 
-SHRINK = 0.98
-GROW = 1.002
-SHORTFALL_BLOCKS = 4
-FLOOR_KNOWN = 0.5  # of a capacity that the replica told
-FLOOR_GUESSED = 1 / 32
-TRUST_WEIGHT = 0.2
 FULL_TRUST = 0.9
-AUTHORITATIVE_SLACK = 2.0  # bound on what events may claim, in capacities
-
-
-class Mirror:
-    """One replica's LRU. `lru.next` is the next hold to evict; the list is a ring through the sentinel `lru`."""
-
-    __slots__ = (
-        "authoritative",
-        "capacity",
-        "capacity_known",
-        "expiries",
-        "feed_lost",
-        "lru",
-        "nominal",
-        "num_held",
-        "pinned",
-        "reserved",
-        "slot",
-        "trust",
-    )
-
-    def __init__(self, slot: int, num_blocks: int, known: bool) -> None:
-        self.slot = slot
-        self.lru = Hold(Run([]), slot)
-        self.lru.prev = self.lru.next = self.lru
-        self.pinned: set[Hold] = set()
-        self.num_held = 0
-        self.reserved = 0
-        self.trust = 1.0
-        self.authoritative = False
-        self.feed_lost = False
-        self.expiries: deque[tuple[float, tuple[BlockKey, ...]]] = deque()
-        self.resize(num_blocks, known)
-
-    def resize(self, num_blocks: int, known: bool) -> None:
-        self.nominal = num_blocks
-        self.capacity = float(num_blocks)
-        self.capacity_known = known
-
-    def limit(self) -> int:
-        if self.authoritative:
-            return int(self.nominal * AUTHORITATIVE_SLACK)
-        return max(int(self.capacity) - self.reserved, 0)
-
-    def holds(self) -> Iterator[Hold]:
-        """Every hold: the pinned ones, then the list from old to young. Safe against removing the one given."""
-        yield from tuple(self.pinned)
-        hold = self.lru.next
-        while hold is not None and hold is not self.lru:
-            following = hold.next
-            yield hold
-            hold = following
 
 
 class PrefixIndex:
@@ -112,12 +54,12 @@ class PrefixIndex:
         assert replica_id not in self._mirrors
         slot = next(s for s in range(len(self._replica_of) + 1) if s not in self._replica_of)
         guess = default_num_blocks or self._default_num_blocks
-        self._mirrors[replica_id] = Mirror(slot, num_blocks or guess, num_blocks > 0)
+        self._mirrors[replica_id] = Mirror(self._table, slot, num_blocks or guess, num_blocks > 0)
         self._replica_of[slot] = replica_id
 
     def remove(self, replica_id: ReplicaId) -> None:
         """Forget the replica and all that it held."""
-        self._drop_all(self._mirrors[replica_id], keep_pins=False)
+        self._mirrors[replica_id].drop_all(keep_pins=False)
         del self._replica_of[self._mirrors.pop(replica_id).slot]
 
     def resize(self, replica_id: ReplicaId, num_blocks: int) -> None:
@@ -125,13 +67,13 @@ class PrefixIndex:
         mirror = self._mirrors[replica_id]
         if num_blocks > 0 and (num_blocks != mirror.nominal or not mirror.capacity_known):
             mirror.resize(num_blocks, known=True)
-            self._evict(mirror)
+            mirror.evict()
 
     def reserve(self, replica_id: ReplicaId, num_blocks: int) -> None:
         """Blocks that running requests are thought to fill with output, which cannot hold prefixes."""
         mirror = self._mirrors[replica_id]
         mirror.reserved = num_blocks
-        self._evict(mirror)
+        mirror.evict()
 
     # Look-up
 
@@ -166,7 +108,7 @@ class PrefixIndex:
         mirror = self._mirrors[replica_id]
         num_held = num_confirmed = position = 0
         for run in self._table.cover(keys):
-            hold = run.holds.get(mirror.slot) or self._new_hold(run, mirror)
+            hold = mirror.hold(run)
             if position == num_held:
                 num_held += hold.num_blocks
             if position == num_confirmed:
@@ -174,16 +116,16 @@ class PrefixIndex:
             position += len(run.keys)
             hold.num_pins += 1
             hold.unlink()
-            mirror.pinned.add(hold)
-            self._set_blocks(hold, mirror, len(run.keys))
-        self._evict(mirror)
+            hold.link_before(mirror.pinned)
+            mirror.set_blocks(hold, len(run.keys))
+        mirror.evict()
         return num_held, num_confirmed
 
     def computed(self, replica_id: ReplicaId, keys: Sequence[BlockKey]) -> None:
         """The first token came: the whole prompt is in the cache (events say so themselves where there are any)."""
         mirror = self._mirrors[replica_id]
         if not mirror.authoritative:
-            for hold in self._path_holds(mirror, keys):
+            for hold in mirror.path(keys):
                 hold.num_confirmed = hold.num_blocks
 
     def unpin(
@@ -201,34 +143,24 @@ class PrefixIndex:
             hold.num_pins -= 1
             if hold.num_pins:
                 continue
-            mirror.pinned.discard(hold)
+            hold.unlink()
             hold.link_before(mirror.lru)
             if keep_blocks is not None:
                 kept = min(max(keep_blocks - position, hold.num_confirmed), hold.num_blocks)
-                self._set_blocks(hold, mirror, kept)
+                mirror.set_blocks(hold, kept)
             elif not hold.num_blocks:
-                self._set_blocks(hold, mirror, 0)
+                mirror.set_blocks(hold, 0)
             self._table.trim(run)
         if keep_blocks is None:
             self._table.join_path([run for run in path if run.keys], mirror.slot)
         if mirror.authoritative:
             mirror.expiries.append((now + self._prediction_ttl_s, tuple(keys)))
             self._next_expiry = min(self._next_expiry, mirror.expiries[0][0])
-        self._evict(mirror)
+        mirror.evict()
 
     def realised(self, replica_id: ReplicaId, num_expected: int, num_cached: int) -> None:
         """A request reused `num_cached` blocks where `num_expected` were thought confirmed."""
-        mirror = self._mirrors[replica_id]
-        if mirror.authoritative or num_expected <= 0:
-            return
-        share = min(num_cached / num_expected, 1.0)
-        mirror.trust += TRUST_WEIGHT * (share - mirror.trust)
-        if num_expected - num_cached > SHORTFALL_BLOCKS:
-            floor = FLOOR_KNOWN if mirror.capacity_known else FLOOR_GUESSED
-            mirror.capacity = max(mirror.capacity * SHRINK, mirror.nominal * floor)
-            self._evict(mirror)
-        else:
-            mirror.capacity = min(mirror.capacity * GROW, float(mirror.nominal))
+        self._mirrors[replica_id].realised(num_expected, num_cached)
 
     # KV events
 
@@ -236,50 +168,34 @@ class PrefixIndex:
         """The replica says that it holds `keys`, consecutive blocks of one prompt, root side first."""
         mirror = self._mirrors[replica_id]
         mirror.authoritative = not mirror.feed_lost
-        stretches = self._stretches(mirror, tuple(dict.fromkeys(keys)))
-        for run, offset, length in reversed(stretches):
-            hold = run.holds.get(mirror.slot) or self._new_hold(run, mirror)
-            end = min(offset + length, len(run.keys))  # a run may have been split again by keys that are no chain
-            if hold.num_confirmed >= offset:
-                hold.num_confirmed = max(hold.num_confirmed, end)
-            self._set_blocks(hold, mirror, max(hold.num_blocks, end))
-        self._evict(mirror)
+        mirror.store(tuple(dict.fromkeys(keys)))
+        mirror.evict()
 
     def discard(self, replica_id: ReplicaId, keys: Sequence[BlockKey]) -> None:
         """The replica says that it no longer holds `keys` (any blocks, in any order)."""
         mirror = self._mirrors[replica_id]
         mirror.authoritative = not mirror.feed_lost
-        by_run: dict[Run, set[BlockKey]] = {}
-        for key in keys:
-            run = self._table.where.get(key)
-            if run is not None and mirror.slot in run.holds:
-                by_run.setdefault(run, set()).add(key)
-        for run, gone in by_run.items():
-            self._discard_from(mirror, run, gone)
+        mirror.discard(keys)
 
     def clear(self, replica_id: ReplicaId) -> None:
         """The replica emptied its cache; requests in flight keep their pins. Its feed is whole again."""
         mirror = self._mirrors[replica_id]
         mirror.authoritative, mirror.feed_lost = True, False
-        self._drop_all(mirror, keep_pins=True)
+        mirror.drop_all(keep_pins=True)
 
     def lose_feed(self, replica_id: ReplicaId) -> None:
         """Its events can't be relied on from here: mirror it by predictions until `clear`."""
         mirror = self._mirrors[replica_id]
         mirror.authoritative, mirror.feed_lost = False, True
         mirror.expiries.clear()
-        self._evict(mirror)
+        mirror.evict()
 
     def expire(self, now: float) -> None:
         """Drop predictions whose grace is over. Cheap when there are none; call it before a look-up."""
         if now < self._next_expiry:
             return
         for mirror in self._mirrors.values():
-            while mirror.expiries and mirror.expiries[0][0] <= now:
-                for hold in self._path_holds(mirror, mirror.expiries.popleft()[1]):
-                    if not hold.num_pins and hold.num_confirmed < hold.num_blocks:
-                        self._set_blocks(hold, mirror, hold.num_confirmed)
-                        self._table.trim(hold.run)
+            mirror.expire(now)
         self._next_expiry = min((m.expiries[0][0] for m in self._mirrors.values() if m.expiries), default=inf)
 
     def check_invariants(self) -> None:
@@ -295,98 +211,6 @@ class PrefixIndex:
             assert len(holds) == len(set(holds))
             assert set(holds) == by_slot[mirror.slot], "a mirror and the table disagree about what is held"
             assert mirror.num_held == sum(hold.num_blocks for hold in holds)
-            assert mirror.pinned == {hold for hold in holds if hold.num_pins}
-            assert mirror.num_held <= mirror.limit() or not any(hold.linked for hold in holds), "above capacity"
-
-    # Inside
-
-    def _new_hold(self, run: Run, mirror: Mirror) -> Hold:
-        hold = run.holds[mirror.slot] = Hold(run, mirror.slot)
-        hold.link_before(mirror.lru)
-        return hold
-
-    def _set_blocks(self, hold: Hold, mirror: Mirror, num_blocks: int) -> None:
-        """The one place where a hold's size changes: keeps the totals, the bits and the confirmed count right."""
-        run, bit = hold.run, 1 << hold.slot
-        mirror.num_held += num_blocks - hold.num_blocks
-        hold.num_blocks = num_blocks
-        hold.num_confirmed = min(hold.num_confirmed, num_blocks)
-        run.full = run.full | bit if num_blocks == len(run.keys) else run.full & ~bit
-        if not num_blocks and not hold.num_pins:
-            hold.unlink()
-            run.holds.pop(hold.slot, None)
-
-    def _evict(self, mirror: Mirror) -> None:
-        limit = mirror.limit()
-        while mirror.num_held > limit:
-            hold = mirror.lru.next
-            if hold is None or hold is mirror.lru:
-                return  # all the rest is in use
-            excess = mirror.num_held - limit
-            self._set_blocks(hold, mirror, max(hold.num_blocks - excess, 0))
-            self._table.trim(hold.run)
-
-    def _drop_all(self, mirror: Mirror, keep_pins: bool) -> None:
-        mirror.expiries.clear()
-        for hold in mirror.holds():
-            if not keep_pins:
-                hold.num_pins = 0
-            self._set_blocks(hold, mirror, 0)
-            self._table.trim(hold.run)
-        if not keep_pins:
-            mirror.pinned.clear()
-
-    def _path_holds(self, mirror: Mirror, keys: Sequence[BlockKey]) -> list[Hold]:
-        """The replica's holds along a prompt, as far as they are known and whole within it."""
-        found = []
-        for _, run, offset, length in self._table.walk(keys):
-            hold = run.holds.get(mirror.slot)
-            if hold is not None and not offset and (length == len(run.keys)):
-                found.append(hold)
-        return found
-
-    def _stretches(self, mirror: Mirror, keys: Sequence[BlockKey]) -> list[tuple[Run, int, int]]:
-        """Where `keys` belong, as (run, offset, length), such that a hold of offset + length says what is held.
-
-        A stretch in the middle of a run of which the replica holds less than the offset is split off first.
-        """
-        stretches: list[tuple[Run, int, int]] = []
-        position, table = 0, self._table
-        while position < len(keys):
-            run = table.where.get(keys[position])
-            if run is None:
-                end = position + 1
-                while end < len(keys) and keys[end] not in table.where:
-                    end += 1
-                table.cover(keys[position:end])
-                continue
-            hold = run.holds.get(mirror.slot)
-            confirmed, held = (hold.num_confirmed, hold.num_blocks) if hold else (0, 0)
-            offset = table.offset(run, keys[position], guess=confirmed)
-            if offset > min(confirmed, held):
-                run, offset = table.split(run, offset), 0
-            length = common_length(run.keys, offset, keys, position)
-            stretches.append((run, offset, length))
-            position += length
-        return stretches
-
-    def _discard_from(self, mirror: Mirror, run: Run, gone: set[BlockKey]) -> None:
-        hold = run.holds[mirror.slot]
-        while hold.num_blocks and run.keys[hold.num_blocks - 1] in gone:  # tails go first: the usual case
-            gone.discard(run.keys[hold.num_blocks - 1])
-            self._set_blocks(hold, mirror, hold.num_blocks - 1)
-        if gone:
-            self._punch_holes(mirror, run, [i for i in range(hold.num_blocks) if run.keys[i] in gone])
-        self._table.trim(run)
-
-    def _punch_holes(self, mirror: Mirror, run: Run, places: list[int]) -> None:
-        """Remove single blocks out of the middle: split there, from the back so that places stay true."""
-        while places:
-            last = first = places.pop()
-            while places and places[-1] == first - 1:
-                first = places.pop()
-            if last + 1 < len(run.keys):
-                self._table.split(run, last + 1)
-            middle = self._table.split(run, first) if first else run
-            self._set_blocks(middle.holds[mirror.slot], mirror, 0)
-            self._table.trim(middle)
+            assert all(hold.num_pins for hold in mirror.pinned.ring())
+            assert not any(hold.num_pins for hold in mirror.lru.ring())
+            assert mirror.num_held <= mirror.limit() or mirror.lru.next is mirror.lru, "above capacity"

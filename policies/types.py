@@ -45,7 +45,8 @@ class PrefixChain:
 
 @dataclass(frozen=True, slots=True)
 class RouteRequest:
-    """One request as the router sees it. `excluded` names replicas that already failed it."""
+    """One request as the router sees it. `excluded` names replicas that already failed it; `streamed` False: the
+    answer comes in one piece, so its first token is not seen."""
 
     request_id: str
     model: str
@@ -56,6 +57,7 @@ class RouteRequest:
     tenant: str = ""
     priority: int = 0
     excluded: frozenset[ReplicaId] = frozenset()
+    streamed: bool = True
 
 
 @dataclass(frozen=True, slots=True)

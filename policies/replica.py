@@ -1,0 +1,86 @@
+"""One replica as FleetState keeps it, and what it tells about it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from policies.cost import SpeedModel
+from policies.load import ReplicaLoad
+from policies.prefix_index import PrefixIndex
+from policies.types import KeySpace, Rates, ReplicaId, ReplicaStatus, ReplicaView, RouteRequest
+
+
+@dataclass(frozen=True, slots=True)
+class ReplicaStats:
+    """What the router believes about one replica, for metrics and `explain`."""
+
+    replica_id: ReplicaId
+    incarnation: str
+    status: ReplicaStatus
+    num_waiting: int
+    num_running: int
+    queued_prefill_tokens: int
+    queued_prefill_s: float
+    kv_usage: float
+    num_index_blocks: int
+    index_capacity_blocks: int
+    authoritative: bool
+    trust: float
+    rates: Rates
+
+
+@dataclass(slots=True)
+class Replica:
+    """Description and state of one replica."""
+
+    replica_id: ReplicaId
+    incarnation: str
+    models: frozenset[str]
+    key_space: KeySpace
+    block_tokens: int
+    num_blocks: int
+    status: ReplicaStatus
+    load: ReplicaLoad = field(default_factory=lambda: ReplicaLoad(SpeedModel()))
+    rates: Rates = field(default_factory=lambda: SpeedModel().own_rates())
+
+    def view(self, request: RouteRequest, matches: dict[ReplicaId, int] | None, now: float) -> ReplicaView:
+        """The replica as a policy sees it for `request`. `matches`: blocks of its chain that each replica holds, None
+        when the request has no chain in this replica's key space."""
+        load = self.load
+        load.advance(now)
+        num_tokens, matched = request.num_tokens, 0
+        if matches is not None:
+            chain = request.chains[self.key_space]
+            num_tokens = chain.num_tokens
+            matched = min(matches.get(self.replica_id, 0) * chain.block_tokens, max(num_tokens - 1, 0))
+        return ReplicaView(
+            self.replica_id,
+            self.incarnation,
+            num_tokens,
+            matched,
+            load.queued_tokens(now),
+            load.queued_s(now),
+            len(load.waiting) + load.foreign_waiting,
+            len(load.running) + load.foreign_running,
+            load.kv_usage(self.num_blocks),
+            self.rates,
+        )
+
+    def stats(self, index: PrefixIndex, now: float) -> ReplicaStats:
+        load = self.load
+        load.advance(now)
+        return ReplicaStats(
+            replica_id=self.replica_id,
+            incarnation=self.incarnation,
+            status=self.status,
+            num_waiting=len(load.waiting) + load.foreign_waiting,
+            num_running=len(load.running) + load.foreign_running,
+            queued_prefill_tokens=load.queued_tokens(now),
+            queued_prefill_s=load.queued_s(now),
+            kv_usage=load.kv_usage(self.num_blocks),
+            num_index_blocks=index.num_blocks(self.replica_id),
+            index_capacity_blocks=index.capacity(self.replica_id),
+            authoritative=index.authoritative(self.replica_id),
+            trust=index.trust(self.replica_id),
+            rates=self.rates,
+        )
