@@ -31,6 +31,7 @@ from engine_worker.model.checkpoint_files import (
 )
 from engine_worker.model.checkpoint_source import Source, first_line, read_json, resolve
 from engine_worker.model.errors import ModelError
+from engine_worker.model.families import refuse_config
 from engine_worker.model.memory import check_room_for_weights
 from engine_worker.model.tokenizer import has_tokenizer, load_tokenizer
 
@@ -78,6 +79,7 @@ def load_checkpoint(
         config.model, with_weights=not is_dummy, trust_remote_code=config.trust_remote_code, progress=progress
     )
     hf_config = read_config(source.folder, config.trust_remote_code)
+    refuse_config(hf_config)
     text_config = hf_config.get_text_config()
     headers = [] if is_dummy else tensor_headers(source.folder)
     stored = stored_dtype(text_config, headers)

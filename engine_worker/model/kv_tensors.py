@@ -15,8 +15,10 @@ them. The last layer's keys and values tell: a NaN that arises anywhere below re
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 
 
@@ -107,10 +109,14 @@ class KVTensors:
 
     def _allocate(self, shape: LayerShape, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         rows = (self.num_blocks * self.block_size, shape.num_kv_heads)
-        return (
-            torch.zeros(*rows, shape.key_dim, dtype=dtype, device=self.device),
-            torch.zeros(*rows, shape.value_dim, dtype=dtype, device=self.device),
-        )
+        return self._zeros((*rows, shape.key_dim), dtype), self._zeros((*rows, shape.value_dim), dtype)
+
+    def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """On the CPU through calloc, whose pages are zero without being touched: torch.zeros takes seconds for a GB."""
+        if self.device.type != "cpu":
+            return torch.zeros(shape, dtype=dtype, device=self.device)
+        raw = torch.from_numpy(np.zeros(math.prod(shape) * dtype.itemsize, dtype=np.uint8))
+        return raw.view(dtype).view(shape)
 
     def _note_pollution(self, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         if bool(torch.isfinite(key.sum() + value.sum())):

@@ -1,0 +1,112 @@
+"""From settings to a runner: checkpoint, refusals, self-test, cache size, runner, in that order.
+
+What takes long comes late, and nothing is served that was not tested in this very process, with these very weights.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from time import perf_counter
+
+import msgspec
+import torch
+
+from engine_worker.config import EngineConfig, ModelInfo
+from engine_worker.model import attention
+from engine_worker.model.attention import AttentionBackend
+from engine_worker.model.backends import make_backend
+from engine_worker.model.checkpoint import LoadedCheckpoint, load_checkpoint
+from engine_worker.model.families import num_layers, refuse_module
+from engine_worker.model.kv_tensors import KVLayout, KVTensors
+from engine_worker.model.memory import num_kv_blocks
+from engine_worker.model.packed_model import PackedModel
+from engine_worker.model.rope import freeze_rope
+from engine_worker.model.runner import ModelRunner
+from engine_worker.model.sampler import Sampler
+from engine_worker.model.self_test import probe_layout, run_self_test
+from engine_worker.model.threads import choose_num_threads
+
+_FORMAT = b"warmgate kv 1"  # goes up when cached keys and values change their meaning
+
+
+def load_model(config: EngineConfig, progress: Callable[[str], None]) -> ModelRunner:
+    """Load `config.model` and make it ready to execute plans. `progress` gets one-line messages.
+
+    Sets torch's thread count for the process. Raises ModelError with a sentence that says what to change.
+    """
+    num_threads = choose_num_threads(config)
+    torch.set_num_threads(num_threads)
+    attention.register()
+    checkpoint = load_checkpoint(config, attention.NAME, progress)
+    module = checkpoint.module
+    refuse_module(module)
+    max_model_len, notes = freeze_rope(module, checkpoint.max_model_len)
+    backend = make_backend(config.attention_backend, checkpoint.device)
+    details = [*checkpoint.details, *notes]
+    layout = _test(config, checkpoint, backend, max_model_len, details, progress)
+
+    block_bytes = layout.block_bytes(config.block_size)
+    num_blocks = num_kv_blocks(config, block_bytes, max_model_len, checkpoint.device)
+    progress(f"KV cache of {num_blocks} blocks of {config.block_size} tokens, {num_threads} thread(s)")
+    kv = KVTensors(num_layers(module), num_blocks, config.block_size, checkpoint.device, layout)
+    info = ModelInfo(
+        model=checkpoint.name,
+        architecture=checkpoint.architecture,
+        vocab_size=_logit_width(checkpoint),
+        eos_token_ids=checkpoint.eos_token_ids,
+        max_model_len=max_model_len,
+        num_layers=num_layers(module),
+        block_size=config.block_size,
+        num_blocks=num_blocks,
+        kv_block_bytes=block_bytes,
+        weight_bytes=checkpoint.weight_bytes,
+        dtype=str(checkpoint.dtype).removeprefix("torch."),
+        device=str(checkpoint.device),
+        attention_backend=backend.name,
+        num_threads=num_threads,
+        cache_root=_cache_root(checkpoint, layout, notes),
+        detail="; ".join(details),
+    )
+    return ModelRunner(
+        PackedModel(module, backend, kv),
+        Sampler(info.vocab_size, info.eos_token_ids, checkpoint.device),
+        info,
+        msgspec.structs.replace(checkpoint.tokenizer, max_model_len=max_model_len),
+        config.max_num_seqs,
+    )
+
+
+def _test(
+    config: EngineConfig,
+    checkpoint: LoadedCheckpoint,
+    backend: AttentionBackend,
+    max_model_len: int,
+    details: list[str],
+    progress: Callable[[str], None],
+) -> KVLayout:
+    """Run the self-test, unless it is switched off, and return the shape of the cache."""
+    if not config.self_test:
+        details.append("self-test switched off")
+        return probe_layout(checkpoint.module, backend)
+    progress("self-test: packed, chunked and paged against plain attention")
+    begin = perf_counter()
+    report = run_self_test(checkpoint.module, backend, config.block_size, max_model_len)
+    details.append(report.detail)
+    progress(f"{report.detail} in {perf_counter() - begin:.1f} s")
+    return report.layout
+
+
+def _logit_width(checkpoint: LoadedCheckpoint) -> int:
+    """Columns of the logits: the LM head's rows, which padding may make more than the tokenizer's vocabulary."""
+    head = checkpoint.module.get_output_embeddings()
+    return int(head.weight.shape[0]) if head is not None else int(checkpoint.hf_config.get_text_config().vocab_size)
+
+
+def _cache_root(checkpoint: LoadedCheckpoint, layout: KVLayout, notes: list[str]) -> bytes:
+    """SHA-256 over all that a cached key or value depends on besides its tokens: weights, types, frozen RoPE."""
+    digest = hashlib.sha256(_FORMAT)
+    for part in (checkpoint.source_fingerprint, str(checkpoint.dtype), str(layout.dtype), *notes):
+        raw = part if isinstance(part, bytes) else part.encode()
+        digest.update(len(raw).to_bytes(4, "little") + raw)
+    return digest.digest()
