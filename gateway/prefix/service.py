@@ -106,6 +106,12 @@ class PrefixService:
         space = self.space_of(replica_id)
         return await self._vocabularies[space.tokenizer] if space is not None and space.tokenizer else None
 
+    async def packed_ids(self, replica_id: ReplicaId, source: PromptSource) -> bytes:
+        """The prompt's ids as u32 little-endian, for a replica in token mode. Raises PromptError."""
+        vocabulary = await self.vocabulary_of(replica_id)
+        assert vocabulary is not None, "a replica in text mode has no ids"
+        return await vocabulary.packed_ids(source, self._pool)
+
     async def chains(self, source: PromptSource, spaces: Iterable[KeySpace]) -> dict[KeySpace, PrefixChain]:
         """A chain for each of `spaces` that is known and that the prompt can be cut for. Never raises for a prompt.
 

@@ -3,7 +3,8 @@
 Events come over ZMQ PUB, which loses messages when a connection breaks or a queue is full. The numbers on them show it,
 and a second socket of the replica replays what it still has. So the feed
 
-* asks for everything from 0 when it starts: a gateway that comes late learns what the cache already holds;
+* asks for everything from 0 when it starts: a gateway that comes late learns what the cache already holds. And again a
+  moment later, because a subscription takes its time to arrive and what is sent meanwhile is lost;
 * fills a gap by a replay before it goes on;
 * asks for the last batch again when it was quiet for a while, because a lost tail leaves no gap until more follows. The
   answer also shows a publisher that was replaced behind the same address;
@@ -97,6 +98,7 @@ class KvFeed:
         self._cursor = Cursor()
         self._task: asyncio.Task[None] | None = None
         self._caught_up = False
+        self._settled = False
         self.status = FeedStatus.CONNECTING
         self.num_batches = 0
         self.num_gaps = 0
@@ -130,10 +132,11 @@ class KvFeed:
             self._start_over()
             await self._catch_up()
             while True:
-                quiet_s = self._timing.idle_check_s if self._caught_up else self._timing.retry_s
+                quiet_s = self._timing.idle_check_s if self._settled else self._timing.retry_s
                 if await socket.poll(int(quiet_s * 1000)):
                     await self._drain(socket)
                 else:
+                    self._settled = self._caught_up
                     await self._catch_up()
 
     async def _drain(self, socket: zmq.asyncio.Socket) -> None:
@@ -244,6 +247,7 @@ class KvFeed:
         self._cursor.restart()
         self._translator.clear()
         self._caught_up = False
+        self._settled = False
         self._deliver((BlocksCleared(at=self._clock(), replica_id=self._replica_id),))
         self._set_status(FeedStatus.CONNECTING, "its events are read from the start")
 
