@@ -106,7 +106,7 @@ class Driver:
         """Ends when this process is ready or no longer the child's current one."""
         spec = process.spec
         while self._processes[spec.name] is process and self._machine.children[spec.name].state is ChildState.STARTING:
-            progress = await probe(self._client, spec)
+            progress = await probe(self._client, spec, all_replicas=not self._machine.was_ready)
             if self._machine.children[spec.name].state is not ChildState.STARTING:
                 return
             if progress.failed and not self._machine.was_ready:

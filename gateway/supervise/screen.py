@@ -23,6 +23,7 @@ class _Row:
     status: str = "starting"
     detail: str = ""
     since: float = 0.0
+    last_line: str = ""
 
 
 class Screen:
@@ -40,13 +41,15 @@ class Screen:
     def progress(self, name: str, status: str, detail: str) -> None:
         row = self._rows[name]
         changed = (row.status, row.detail) != (status, detail)
+        news = status != row.status or detail != row.last_line  # children log their progress themselves, too
         if status != row.status:
             row.since = time.monotonic()
         row.status, row.detail = status, detail
-        if changed and self._live is None:
-            self.line(name, f"[{status}] {detail}" if detail and detail != status else f"[{status}]")
+        if changed and news and self._live is None:
+            self.line(name, f"[{status}] {detail}".rstrip())
 
     def line(self, name: str, text: str) -> None:
+        self._rows[name].last_line = text
         colour = _COLOURS[list(self._rows).index(name) % len(_COLOURS)]
         self.console.print(Text.assemble((f"{name:<{self._width}} | ", colour), text))
 

@@ -47,8 +47,8 @@ def serve(port: int, status: str, detail: str) -> None:
     class Handler(BaseHTTPRequestHandler):
         def do_GET(self) -> None:
             state = {"status": status, "incarnation": "i", "version": "0", "model": "m", "detail": detail}
-            models = {"object": "list", "data": [{"id": "m", "object": "model"}]}
-            body = json.dumps(state if self.path.startswith("/internal") else models).encode()
+            health = {"status": "ok", "replicas": [{"state": "ready", "models": ["m"]}]}
+            body = json.dumps(state if self.path.startswith("/internal") else health).encode()
             self.send_response(200)
             self.send_header("content-length", str(len(body)))
             self.end_headers()
