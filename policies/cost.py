@@ -5,10 +5,11 @@ Theory. Prefill of a group of requests that came out together takes about
     base * requests + linear * uncached tokens + quadratic * attended pairs
 
 and one decode step about `step + kv * KV tokens of the batch`. Both are fits of a few non-negative coefficients over a
-decaying window. Errors count relative to the prediction (a 50 ms prompt teaches as much as a 5 s one) and large ones
-are clipped (Huber), so one stall or one compile teaches little. The prior only gives the coefficients' proportions:
-its scale is the median ratio of the first observations, so a laptop and an H200 both start sane. A pull towards the
-prior keeps coefficients that the traffic never separated (all prompts of one length) where they make sense.
+decaying window. Errors count relative to the prediction (a 50 ms prompt teaches as much as a 5 s one), and large ones
+are clipped (Huber), so that one stall or one compile teaches little; several in a row are believed. The prior gives the
+coefficients' proportions only: its scale starts as the median ratio of the first observations and follows the fit, so
+a laptop and an H200 both start sane. Its pull keeps coefficients that the traffic never separated (prompts all of one
+length) where they make sense.
 
 A replica that has seen little borrows from its fleet: nothing yet, the fleet's median; a little, a mean of both on a
 logarithmic scale. So a newcomer is neither shunned nor stormed, and an unlucky first request doesn't brand a replica.
@@ -32,6 +33,8 @@ NUM_SCALING = 5  # observations that set the prior's scale
 PRIOR_WEIGHT = 0.2  # in observations
 DECAY = 0.97  # a window of about 33 observations
 HUBER = 0.5  # relative error from which on an observation counts less
+SHIFT = 4  # as many outliers in a row are no outliers: the replica has become slower
+DRIFT = 1.2
 SWEEPS = 12
 TYPICAL_WEIGHT = 0.1
 ALIKE = 1.33  # replicas this close in speed are taken for equal
@@ -44,7 +47,7 @@ class RobustFit:
     Solved by coordinate descent on the normal equations in units of the scaled prior (so all near 1), warm-started.
     """
 
-    __slots__ = ("_early", "_gram", "_moment", "_prior", "_scale", "_units", "num_observations")
+    __slots__ = ("_early", "_gram", "_moment", "_prior", "_scale", "_streak", "_units", "num_observations")
 
     def __init__(self, prior: Sequence[float]) -> None:
         self._prior = tuple(prior)
@@ -55,6 +58,7 @@ class RobustFit:
     def _reset(self, scale: float) -> None:
         size = len(self._prior)
         self._scale = scale
+        self._streak = 0  # observations in a row that were much too slow
         self._units = [1.0] * size
         self._gram = [[0.0] * size for _ in range(size)]
         self._moment = [0.0] * size
@@ -83,8 +87,9 @@ class RobustFit:
 
     def _accumulate(self, features: tuple[float, ...], seconds: float) -> None:
         expected = max(self.predict(features), 1e-9)
-        error = abs(seconds / expected - 1.0)
-        weight = 1.0 if error <= HUBER else HUBER / error
+        error = seconds / expected - 1.0
+        self._streak = self._streak + 1 if error > HUBER else 0
+        weight = 1.0 if error <= HUBER or self._streak >= SHIFT else HUBER / error
         row = [self._scale * p * x / expected for p, x in zip(self._prior, features, strict=True)]
         target = seconds / expected
         for i, value in enumerate(row):
@@ -93,6 +98,16 @@ class RobustFit:
             for j, other in enumerate(row):
                 line[j] = DECAY * line[j] + weight * value * other
         self._solve()
+        self._follow(sum(value * unit for value, unit in zip(row, self._units, strict=True)) / sum(row))
+
+    def _follow(self, drift: float) -> None:
+        """Let the prior's scale follow a fit that has moved by `drift`, so that its pull is on proportions alone."""
+        if 1 / DRIFT <= drift <= DRIFT or drift <= 0.0:
+            return
+        self._scale *= drift
+        self._units = [unit / drift for unit in self._units]
+        self._moment = [value * drift for value in self._moment]
+        self._gram = [[value * drift * drift for value in line] for line in self._gram]
 
     def _solve(self) -> None:
         units, gram, moment = self._units, self._gram, self._moment

@@ -25,7 +25,7 @@ class Mirror:
     """`lru` and `pinned` are the sentinels of the replica's rings of holds; `lru.next` is the next to evict.
 
     capacity       blocks, as learned; `nominal` as told or guessed (`capacity_known`)
-    reserved       blocks that the outputs of running requests are thought to take
+    reserved       blocks that the outputs of running requests are thought to take; half the capacity is never theirs
     trust          share of confirmed blocks that came true lately
     authoritative  its KV events are complete; `feed_lost`: they were, and have a gap
     expiries       (when, prompt): predictions to drop unless confirmed by then
@@ -70,7 +70,7 @@ class Mirror:
     def limit(self) -> int:
         if self.authoritative:
             return int(self.nominal * AUTHORITATIVE_SLACK)
-        return max(int(self.capacity) - self.reserved, 0)
+        return int(max(self.capacity - self.reserved, self.capacity / 2))
 
     def realised(self, num_expected: int, num_cached: int) -> None:
         """Learn from a request that reused `num_cached` blocks where `num_expected` were thought confirmed."""

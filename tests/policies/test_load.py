@@ -1,0 +1,82 @@
+"""ReplicaLoad: which first tokens make one observation of the engine's speed."""
+
+from __future__ import annotations
+
+import pytest
+
+from policies.cost import SpeedModel
+from policies.load import Lease, ReplicaLoad
+from policies.types import ReplicaId
+from tests.policies.support import chain
+
+
+class Recorder(SpeedModel):
+    """A speed model that keeps what it is told."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.prefills: list[tuple[int, int, float]] = []
+        self.decodes: list[tuple[int, float, float]] = []
+
+    def observe_prefill(self, num_requests: int, num_uncached: int, num_attended: float, seconds: float) -> None:
+        self.prefills.append((num_requests, num_uncached, pytest.approx(seconds)))
+
+    def observe_decode(self, num_output_tokens: int, seconds: float, kv_tokens: float) -> None:
+        self.decodes.append((num_output_tokens, pytest.approx(seconds), kv_tokens))
+
+
+@pytest.fixture
+def speed() -> Recorder:
+    return Recorder()
+
+
+@pytest.fixture
+def load(speed: Recorder) -> ReplicaLoad:
+    return ReplicaLoad(speed)
+
+
+def lease(load: ReplicaLoad, rid: str, at: float, num_blocks: int = 10, streamed: bool = True) -> Lease:
+    prompt = chain("x" * num_blocks, tail_tokens=0)
+    taken = Lease(rid, ReplicaId("a"), prompt, 0, 0, 0, 1.0, at, streamed=streamed)
+    load.dispatched(taken)
+    return taken
+
+
+def test_a_lone_request_is_one_observation_of_its_uncached_tokens(load: ReplicaLoad, speed: Recorder) -> None:
+    alone = lease(load, "r", 10.0)
+    assert load.first_token(alone, 10.5, cached_tokens=64)
+    assert speed.prefills == [(1, 160 - 64, 0.5)]
+    load.ended(alone, 12.5, num_output_tokens=101)
+    assert speed.decodes == [(101, 2.0, 160.0)]
+
+
+def test_a_queue_is_observed_from_first_token_to_first_token(load: ReplicaLoad, speed: Recorder) -> None:
+    leases = [lease(load, f"r{i}", 10.0) for i in range(3)]
+    for i, taken in enumerate(leases):
+        load.first_token(taken, 11.0 + i, 0)
+    assert speed.prefills == [(1, 160, 1.0)] * 3
+
+
+def test_first_tokens_of_one_step_are_one_observation(load: ReplicaLoad, speed: Recorder) -> None:
+    leases = [lease(load, f"r{i}", 10.0) for i in range(3)]
+    for i, taken in enumerate(leases):
+        load.first_token(taken, 12.0 + 0.001 * i, 0)
+    assert speed.prefills == [(3, 480, 2.002)]
+
+
+def test_an_unstreamed_request_before_it_belongs_to_its_step(load: ReplicaLoad, speed: Recorder) -> None:
+    silent = lease(load, "s", 10.0, streamed=False)
+    load.first_token(lease(load, "r", 10.0), 10.8, 0)
+    assert speed.prefills == [(2, 320, 0.8)]
+    assert silent.request_id in load.running
+    assert not load.ended(silent, 50.0, num_output_tokens=100)
+    assert not speed.decodes
+
+
+def test_nothing_is_learned_while_others_prompts_are_in_the_way(load: ReplicaLoad, speed: Recorder) -> None:
+    from policies.events import StatsReported
+
+    taken = lease(load, "r", 10.0)
+    load.reported(StatsReported(10.1, ReplicaId("a"), 0, 5, 0.0, 5000), SpeedModel().own_rates())
+    assert not load.first_token(taken, 12.0, 0)
+    assert not speed.prefills
