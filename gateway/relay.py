@@ -18,7 +18,7 @@ from gateway.exchange import Exchange, Failure, ReplicaRefused
 from gateway.guard import Interrupt
 from gateway.observe.metrics import Metrics
 from gateway.observe.record import EndState
-from gateway.openai.sse import FRAME, Frame, StreamScanner, Usage
+from gateway.openai.sse import FRAME, Frame, SseError, StreamScanner, Usage
 from gateway.router import Lease
 from gateway.upstream import UpstreamError, UpstreamFailure, UpstreamResponse
 from policies.events import FailureKind
@@ -70,6 +70,10 @@ class Relay:
         exchange.guard.enter(Interrupt.CLIENT_STALLED, self._idle_s)
         await exchange.answer.start(response.status, response.headers())
         rest = await self._pump(exchange, scanner, response, first, now)
+        if scanner.broken:
+            if rest:
+                await exchange.answer.write(rest)
+            raise SseError(scanner.broken)
         if scanner.error is not None:
             lease.fail(FailureKind.BROKEN)
             message = str(scanner.error.get("message", "")) or "the replica sent an error event"
@@ -90,6 +94,8 @@ class Relay:
             part = scanner.feed(chunk)
             parts.append(part)
             size += len(part)
+            if scanner.broken:
+                raise SseError(scanner.broken)
             if size > self._max_event_bytes:
                 raise UpstreamError(UpstreamFailure.BROKEN, "it sent comments without end and no token")
         if scanner.error is not None:

@@ -16,7 +16,7 @@ from types import FrameType
 from typing import Any
 
 import uvicorn
-from uvicorn.protocols.http.httptools_impl import HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 
 from engine_worker.contract.errors import ApiError
 from gateway.app import Gateway, create_app
@@ -104,6 +104,7 @@ class _Protocol(HttpToolsProtocol):
     """uvicorn's protocol with a bound on a request's headers (431), and a way for the application to drop a client."""
 
     header_limit = 64 * 1024
+    _header_bytes = 0
 
     def on_message_begin(self) -> None:
         super().on_message_begin()
@@ -121,29 +122,23 @@ class _Protocol(HttpToolsProtocol):
     def _count(self, num_bytes: int) -> None:
         self._header_bytes += num_bytes
         if self._header_bytes > self.header_limit:
-            raise _HeadersTooLarge
+            raise ValueError("headers too large")  # the parser turns it into send_400_response
 
-    def data_received(self, data: bytes) -> None:
-        try:
-            super().data_received(data)
-        except _HeadersTooLarge:
-            self._refuse()
-
-    def _refuse(self) -> None:
-        message = f"The request's headers are larger than {self.header_limit} bytes."
-        body = ApiError(431, message).body()
+    def send_400_response(self, msg: str) -> None:
+        """What the parser can't go on from, in the shape of every other error."""
+        error = ApiError(400, msg)
+        if self._header_bytes > self.header_limit:
+            error = ApiError(431, f"The request's headers are larger than {self.header_limit} bytes.")
+        body = error.body()
         self.transport.write(
-            b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-type: application/json\r\n"
-            b"content-length: %d\r\nconnection: close\r\n\r\n%b" % (len(body), body)
+            STATUS_LINE[error.status]
+            + b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
+            + body
         )
         self.transport.close()
 
     def _abort(self) -> None:
         self.transport.abort()
-
-
-class _HeadersTooLarge(Exception):
-    pass
 
 
 def _listen(host: str, port: int) -> socket.socket:

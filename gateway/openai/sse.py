@@ -2,7 +2,7 @@
 
 The relay sends the very bytes that the replica sent, but only whole events: what `feed` returns ends at a blank line,
 so an error event may follow at any time without gluing itself to half a frame. Lines end in LF, CRLF or CR and arrive
-split anywhere. An event that grows past the cap is an error (`SseError`), not memory.
+split anywhere. An event that grows past the cap breaks the stream, it does not fill memory.
 
 Almost every chunk is one plain content frame. A few substring counts tell that a chunk holds nothing but such frames;
 only the others (finish_reason, usage, error, [DONE]) are decoded. A quote inside JSON text is always escaped, so
@@ -15,6 +15,7 @@ two reaches the client as an error and never as a success (for one choice; with 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -24,7 +25,7 @@ _LINE_END = re.compile(rb"\r\n|\n|\r")
 
 
 class SseError(Exception):
-    """The replica's stream is broken; the message says how."""
+    """A replica's stream was cut short or breaks the protocol; the message says how."""
 
 
 class PromptDetails(msgspec.Struct, frozen=True):
@@ -76,7 +77,9 @@ class StreamScanner:
     """Feed chunks, relay what comes back, look at the fields.
 
     num_events  data events seen so far (complete ones)
-    finished    a finish_reason went by; `done`: [DONE] did
+    finished    a finish_reason went by
+    done        nothing more is to come: [DONE] went by, or the stream is broken
+    broken      how the stream breaks its rules, "" while it doesn't. What `feed` returned may still be relayed
     usage       the last usage seen; `error`: the error event's object
     """
 
@@ -87,6 +90,7 @@ class StreamScanner:
         "_parts",
         "_parts_size",
         "_seam",
+        "broken",
         "done",
         "error",
         "finished",
@@ -98,6 +102,7 @@ class StreamScanner:
         self.num_events = 0
         self.finished = False
         self.done = False
+        self.broken = ""
         self.usage: Usage | None = None
         self.error: dict[str, Any] | None = None
         self._max_bytes = max_event_bytes
@@ -108,7 +113,7 @@ class StreamScanner:
         self._seam = b""
 
     def feed(self, chunk: bytes) -> bytes:
-        """The whole events that may be relayed now. Raises SseError."""
+        """The whole events that may be relayed now."""
         if self._parts or not chunk.endswith(b"\n\n"):
             chunk = self._complete(chunk)
             if not chunk:
@@ -119,13 +124,17 @@ class StreamScanner:
         return self._look(chunk)
 
     def close(self) -> bytes:
-        """The replica ended the stream: what may still be relayed. Raises SseError when the stream is cut short."""
+        """The replica ended the stream: what may still be relayed. `broken` says so when it was cut short."""
         rest = b"".join(self._parts)
         self._parts, self._parts_size, self._seam = [], 0, b""
         out = self._look(rest) if rest.strip() else rest
         if self.error is None and not self.done:
-            raise SseError("the replica ended the stream before [DONE]")
+            self._break("the replica ended its stream before [DONE]")
         return out
+
+    def _break(self, why: str) -> None:
+        self.broken = self.broken or why
+        self.done = True
 
     def _complete(self, chunk: bytes) -> bytes:
         """Join `chunk` to the unfinished event before it; returns up to the last blank line and keeps the rest."""
@@ -147,34 +156,40 @@ class StreamScanner:
         self._parts_size += len(part)
         self._seam = (self._seam + part[-3:])[-3:]
         if self._parts_size > self._max_bytes:
-            raise SseError(f"the replica sent an event of more than {self._max_bytes} bytes without an end")
+            self._break(f"the replica sent an event of more than {self._max_bytes} bytes without an end")
 
-    def _look(self, events: bytes) -> bytes:
-        for data in _payloads(events):
+    def _look(self, chunk: bytes) -> bytes:
+        """Decode the events of a chunk that holds more than content; returns what of it may be relayed."""
+        cut = len(chunk)
+        for start, data in _events(chunk):
             self.num_events += 1
             if data == b"[DONE]":
                 if not self.finished and self.error is None:
-                    raise SseError("the replica ended the stream without a finish_reason")
+                    self._break("the replica ended its stream without a finish_reason")
+                    return chunk[:start]
                 self.done = True
                 continue
-            try:
-                frame = FRAME.decode(data)
-            except msgspec.ValidationError:
-                continue  # JSON of another shape: nothing of ours in it
-            except (msgspec.DecodeError, RecursionError):
-                if _is_plain(data):
-                    continue  # relayed as it is; the client's parser judges it
-                raise SseError("the replica sent an event that is not JSON") from None
-            if frame.usage is not None:
-                self.usage = frame.usage
-            if frame.failure is not None:
-                self.error = frame.failure
-            self.finished = self.finished or frame.finished
-        if self._hold and self.finished and not self.done and self.error is None:
-            self._held += events
-            return b""
-        events, self._held = self._held + events, b""
-        return events
+            self._read(data)
+            if self._hold and self.finished and cut == len(chunk):
+                cut = start
+        if not (self._hold and self.finished) or self.done or self.error is not None:
+            out, self._held = self._held + chunk, b""
+            return out
+        if self._held:
+            cut = 0
+        self._held += chunk[cut:]
+        return chunk[:cut]
+
+    def _read(self, data: bytes) -> None:
+        try:
+            frame = FRAME.decode(data)
+        except (msgspec.DecodeError, RecursionError):
+            return  # not JSON, or none of ours: relayed as it is, for the client to judge
+        if frame.usage is not None:
+            self.usage = frame.usage
+        if frame.failure is not None:
+            self.error = frame.failure
+        self.finished = self.finished or frame.finished
 
 
 def _is_plain(chunk: bytes) -> bool:
@@ -200,17 +215,20 @@ def _last_boundary(data: bytes) -> int:
     return end
 
 
-def _payloads(events: bytes) -> list[bytes]:
-    """The data of each event, lines of one event joined by LF, as the SSE specification says."""
-    payloads: list[bytes] = []
+def _events(chunk: bytes) -> Iterator[tuple[int, bytes]]:
+    """Each data event's offset in the chunk and its data (lines of one event joined by LF, as SSE's rules say)."""
     lines: list[bytes] = []
-    for line in _LINE_END.split(events):
-        if not line:
+    event_start = start = 0
+    while start < len(chunk):
+        end_match = _LINE_END.search(chunk, start)
+        end, after = end_match.span() if end_match else (len(chunk), len(chunk))
+        if end == start:
             if lines:
-                payloads.append(b"\n".join(lines))
-                lines = []
-        elif line.startswith(b"data:"):
-            lines.append(line[6:] if line[5:6] == b" " else line[5:])
+                yield event_start, b"\n".join(lines)
+            lines, event_start = [], after
+        elif chunk.startswith(b"data:", start):
+            skip = 6 if chunk.startswith(b"data: ", start) else 5
+            lines.append(chunk[start + skip : end])
+        start = after
     if lines:
-        payloads.append(b"\n".join(lines))
-    return payloads
+        yield event_start, b"\n".join(lines)

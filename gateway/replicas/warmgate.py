@@ -65,6 +65,8 @@ class WarmgateDialect:
 
     async def tokenizer(self) -> TokenizerBundle | None:
         response = await self._client.get("/internal/tokenizer", timeout_s=30.0)
+        if response.status_code == 404:
+            return None
         if response.status_code != 200:
             raise PollError(f"/internal/tokenizer answered {response.status_code}")
         try:
