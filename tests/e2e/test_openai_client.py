@@ -56,9 +56,10 @@ def test_a_stream_says_what_the_whole_answer_says(client: openai.OpenAI, stack: 
 def test_the_clients_own_stream_helper(client: openai.OpenAI, stack: Stack) -> None:
     with client.chat.completions.stream(model=stack.model, messages=HELLO, max_tokens=8) as stream:
         kinds = [event.type for event in stream]
-        final = stream.get_final_completion()
-    assert "content.delta" in kinds
-    assert final.choices[0].message.content
+        [choice] = stream.current_completion_snapshot.choices
+    assert {"chunk", "content.delta", "content.done"} <= set(kinds)
+    assert choice.message.content
+    assert choice.finish_reason in ("length", "stop")
 
 
 def test_a_completion_and_its_stream(client: openai.OpenAI, stack: Stack) -> None:
