@@ -15,18 +15,30 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
+
 from engine_worker.contract.state import TokenizerBundle
 from gateway.observe.metrics import Metrics
+from gateway.prefix.parity import check_parity
 from gateway.prefix.service import PrefixService, Space
 from gateway.prefix.translate import KvEventTranslator
-from gateway.replicas.dialect import ControlClient, Dialect, Report
+from gateway.replicas.dialect import ControlClient, Dialect, PollError, Report
 from gateway.replicas.kv_feed import FeedStatus, KvFeed, reachable_endpoint
 from gateway.replicas.registry import Cut, Replica
 from policies.events import Event
 
 _log = logging.getLogger("warmgate.replicas")
 _DEFAULT_BLOCK_TOKENS = 16
+_TOKENIZE_S = 30.0
 _SPECIAL_TOKENS = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+
+
+class _Tokens(msgspec.Struct, frozen=True):
+    tokens: list[int]
+
+
+class _NoTokenize(Exception):
+    """The replica has no endpoint that tokenizes as vLLM's does."""
 
 
 class TokenizerFolderError(Exception):
@@ -69,7 +81,27 @@ class CutMaker:
         return Cut(space.key_space, space.block_tokens, "token")
 
     async def _parity(self, replica: Replica, client: ControlClient, model: str) -> str | None:
-        return None
+        """The sentence that says how its tokens differ from ours; None where they don't, or where it can't be asked."""
+
+        async def tokenize(body: dict[str, Any]) -> Sequence[int] | None:
+            response = await client.post("/tokenize", body, timeout_s=_TOKENIZE_S)
+            if response.status_code in (404, 405, 501):
+                raise _NoTokenize
+            if 400 <= response.status_code < 500:
+                return None
+            try:
+                return msgspec.json.decode(response.content, type=_Tokens).tokens
+            except msgspec.DecodeError as error:
+                raise PollError(f"/tokenize answered {response.status_code} and no tokens") from error
+
+        try:
+            parity = await check_parity(self._prefix, replica.replica_id, model, tokenize)
+        except _NoTokenize:
+            _log.warning("replica %s has no /tokenize: its tokenizer is taken on trust", replica.replica_id)
+            return None
+        if parity.mismatch is None and parity.tools_mismatch is not None:
+            _log.warning("replica %s: %s; such prompts are routed less well", replica.replica_id, parity.tools_mismatch)
+        return parity.mismatch
 
     async def _bundle(self, replica: Replica, dialect: Dialect) -> TokenizerBundle | None:
         if replica.spec.tokenizer is None:
