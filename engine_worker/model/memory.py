@@ -109,8 +109,8 @@ def num_kv_blocks(
     if num_blocks < blocks_per_seq:
         raise NotEnoughMemory(
             f"The KV cache may take {format_bytes(budget)} ({source}), but one sequence of {max_model_len} tokens "
-            f"needs {format_bytes(blocks_per_seq * kv_block_bytes)}. Raise --kv-cache-memory, or set --max-model-len to "
-            f"{max(1, budget // kv_block_bytes) * config.block_size} or less."
+            f"needs {format_bytes(blocks_per_seq * kv_block_bytes)}. Raise --kv-cache-memory, or set --max-model-len "
+            f"to {max(1, budget // kv_block_bytes) * config.block_size} or less."
         )
     return num_blocks
 
