@@ -79,6 +79,9 @@ class Generation:
         if choice == 0:
             self._cached.setdefault(prompt, update.num_cached_tokens)
 
+    def failed(self) -> None:
+        self._metrics.failed()
+
     @property
     def usage(self) -> Usage:
         return Usage(
@@ -135,8 +138,8 @@ class Generator:
                 prepared.include_usage,
             )
             with (
-                self._metrics.request(prepared, arrival_s) as request_metrics,
                 self._client.submit(prepared) as call,
+                self._metrics.request(prepared, arrival_s) as request_metrics,
             ):
                 generation = Generation(prepared, self._tokens, request_metrics)
                 answer = _stream if prepared.stream else _answer
@@ -181,6 +184,7 @@ async def _stream(exchange: Exchange, generation: Generation, call: Call, reply:
                 await exchange.write(sse.frames(payloads))
             pieces = generation.take(call, await _news_with_pings(exchange, call))
     except ApiError as error:
+        generation.failed()
         await exchange.end(sse.error_event(error))
 
 

@@ -16,6 +16,7 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from engine_worker.config import ModelInfo
+from engine_worker.contract.errors import ApiError
 from engine_worker.core.types import FinishReason
 from engine_worker.serving.messages import Stats, Step, Update
 from engine_worker.serving.prepare import PreparedCall
@@ -127,16 +128,15 @@ class WorkerMetrics(Collector):
 
     @contextmanager
     def request(self, prepared: PreparedCall, arrival_s: float) -> Iterator[RequestMetrics]:
-        """Sequences that have not finished inside the block count as aborted, or as failed after an exception."""
+        """Sequences that have not finished inside the block count as aborted, or as failed after an error."""
         metrics = RequestMetrics(self, prepared, arrival_s)
-        reason = FinishReason.ABORT
         try:
             yield metrics
-        except Exception:  # a cancelled task raises CancelledError, which is no Exception: that is the client's abort
-            reason = FinishReason.ERROR
+        except ApiError:
+            metrics.failed()
             raise
         finally:
-            metrics.close(reason)
+            metrics.close()
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
@@ -152,6 +152,7 @@ class RequestMetrics:
         self._first_s: dict[int, float] = {}
         self._last_s: dict[int, float] = {}
         self._open = set(range(len(prepared.prompts) * prepared.n))
+        self._reason = FinishReason.ABORT
 
     def token(self, index: int, update: Update) -> None:
         if update.token is None:
@@ -187,7 +188,11 @@ class RequestMetrics:
         worker.decode_time.observe(now - self._first_s.get(index, now))
         worker.num_generated.observe(num_tokens)
 
-    def close(self, reason: FinishReason) -> None:
+    def failed(self) -> None:
+        """What has not finished has failed. Otherwise its client has gone, which is nobody's failure."""
+        self._reason = FinishReason.ERROR
+
+    def close(self) -> None:
         for _ in self._open:
-            self._worker.ended(reason)
+            self._worker.ended(self._reason)
         self._open.clear()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -13,7 +15,7 @@ stop_lists = st.lists(st.text("ab", min_size=1, max_size=5), min_size=1, max_siz
 
 def pieces_of(text: str, cuts: list[int]) -> list[str]:
     marks = sorted({0, len(text), *(cut % (len(text) + 1) for cut in cuts)})
-    return [text[i:j] for i, j in zip(marks, marks[1:], strict=False)]
+    return [text[i:j] for i, j in pairwise(marks)]
 
 
 def first_match(text: str, stops: list[str]) -> tuple[int, int] | None:

@@ -1,0 +1,71 @@
+"""The command line: sizes, names, endpoints, and errors in one line."""
+
+from __future__ import annotations
+
+import pytest
+
+from engine_worker.serving import cli
+from engine_worker.serving.cli import engine_config, kv_events_endpoint, parser, served_models, size_bytes
+
+
+def test_the_defaults_are_the_engines() -> None:
+    config = engine_config(parser().parse_args(["--model", "demo"]))
+    assert (config.model, config.dtype, config.block_size, config.max_num_seqs) == ("demo", "auto", 16, 64)
+    assert config.enable_prefix_caching
+    assert config.self_test
+    assert not config.trust_remote_code
+    assert config.kv_events_endpoint == "tcp://127.0.0.1:0"
+
+
+def test_switches() -> None:
+    args = ["--model", "m", "--no-prefix-caching", "--no-self-test", "--kv-events-port", "off", "--threads", "3"]
+    config = engine_config(parser().parse_args(args))
+    assert not config.enable_prefix_caching
+    assert not config.self_test
+    assert (config.kv_events_endpoint, config.num_threads) == ("", 3)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [("2GiB", 2**31), ("500MB", 500_000_000), ("1.5g", 3 * 2**29), ("4096", 4096), ("64 KiB", 65536), ("10b", 10)],
+)
+def test_sizes(text: str, size: int) -> None:
+    assert size_bytes(text) == size
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ["--kv-cache-memory", "much"],
+        ["--kv-cache-memory", "0"],
+        ["--port", "70000"],
+        ["--port", "-1"],
+        ["--block-size", "0"],
+        ["--memory-fraction", "2"],
+        ["--memory-fraction", "nan"],
+        ["--drain-timeout", "nan"],
+        ["--kv-events-port", "x"],
+        ["--dtype", "int3"],
+        ["--loader", "tests:x"],
+    ],
+)
+def test_bad_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["--model", "m", *arguments])
+    assert caught.value.code == 2
+    assert arguments[0] in capsys.readouterr().err.splitlines()[-1]
+
+
+def test_names_in_the_api(tmp_path: object) -> None:
+    assert served_models("demo", None) == ("smollm2-135m-instruct", "demo")
+    assert served_models("demo", ["a", "b", "a"]) == ("a", "b")
+    assert served_models("org/model", None) == ("org/model",)
+    assert served_models("/models/tiny.Q8_0.gguf", None) == ("tiny.Q8_0",)
+    assert served_models(f"{tmp_path}/", None) == (str(tmp_path).rpartition("/")[2],)
+
+
+def test_where_events_are_published() -> None:
+    assert kv_events_endpoint("127.0.0.1", 0) == "tcp://127.0.0.1:0"
+    assert kv_events_endpoint("0.0.0.0", 5557) == "tcp://*:5557"
+    assert kv_events_endpoint("::1", 5557) == "tcp://[::1]:5557"
+    assert kv_events_endpoint("127.0.0.1", None) == ""

@@ -1,0 +1,242 @@
+"""One exchange with a scripted client: limits while reading, and a client that leaves or stops reading."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from collections import deque
+from typing import Any
+
+import pytest
+
+from engine_worker.contract.errors import ApiError
+from engine_worker.core.types import FinishReason, SampledToken, SamplingParams
+from engine_worker.serving import generate, http
+from engine_worker.serving.engine_client import EngineClient
+from engine_worker.serving.generate import Generation
+from engine_worker.serving.http import ClientGone, Exchange
+from engine_worker.serving.messages import Add, Cancel, Stats, Step, ToEngine, Update
+from engine_worker.serving.metrics import WorkerMetrics
+from engine_worker.serving.prepare import PreparedCall
+from engine_worker.serving.replies import ChatReply
+from engine_worker.serving.token_text import TokenText
+from tests.engine_worker.serving.fake_engine import make_tokenizer
+
+TOKENS = TokenText(make_tokenizer())
+
+
+class Client:
+    """Sends scripted messages, then stays silent until told to leave."""
+
+    def __init__(
+        self, *messages: dict[str, Any], headers: dict[bytes, bytes] | None = None, reads: bool = True
+    ) -> None:
+        self._messages = deque(messages)
+        self._left = asyncio.Event()
+        self._reads = reads
+        self.got: list[dict[str, Any]] = []
+        self.got_more = asyncio.Event()
+        self.aborted = False
+        scope = {"method": "POST", "path": "/", "headers": list((headers or {}).items())}
+        self.exchange = Exchange(scope, self._receive, self._send)
+
+    @property
+    def transport(self) -> Client:
+        return self
+
+    def abort(self) -> None:
+        self.aborted = True
+
+    def leave(self) -> None:
+        self._left.set()
+
+    async def _receive(self) -> dict[str, Any]:
+        if not self._messages:
+            await self._left.wait()
+            return {"type": "http.disconnect"}
+        return self._messages.popleft()
+
+    async def _send(self, message: dict[str, Any]) -> None:
+        if not self._reads:
+            await asyncio.Event().wait()
+        self.got.append(message)
+        self.got_more.set()
+
+    async def until_got(self, mark: bytes) -> None:
+        while not any(mark in message.get("body", b"") for message in self.got):
+            self.got_more.clear()
+            await self.got_more.wait()
+
+
+def part(body: bytes, more: bool = False) -> dict[str, Any]:
+    return {"type": "http.request", "body": body, "more_body": more}
+
+
+async def test_a_body_in_parts() -> None:
+    assert await Client(part(b"ab", True), part(b"", True), part(b"c")).exchange.body() == b"abc"
+
+
+async def test_a_body_that_grows_too_large() -> None:
+    with pytest.raises(ApiError) as caught:
+        await Client(part(b"abc", True), part(b"def")).exchange.body(limit=5)
+    assert caught.value.status == 413
+
+
+async def test_a_body_that_stops_arriving(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "BODY_IDLE_S", 0.01)
+    with pytest.raises(ApiError) as caught:
+        await Client(part(b"abc", True)).exchange.body()
+    assert caught.value.status == 408
+
+
+async def test_a_client_that_leaves_inside_its_body() -> None:
+    client = Client(part(b"abc", True))
+    client.leave()
+    with pytest.raises(ClientGone):
+        await client.exchange.body()
+
+
+async def test_work_ends_when_the_client_leaves() -> None:
+    client = Client(part(b""))
+    await client.exchange.body()
+    started, cleaned = asyncio.Event(), asyncio.Event()
+
+    async def work() -> None:
+        started.set()
+        try:
+            await asyncio.Event().wait()
+        finally:
+            cleaned.set()
+
+    serving = asyncio.create_task(client.exchange.while_connected(work()))
+    await started.wait()
+    client.leave()
+    with pytest.raises(ClientGone):
+        await serving
+    assert cleaned.is_set()
+
+
+async def test_work_that_fails_says_so() -> None:
+    client = Client(part(b""))
+    await client.exchange.body()
+
+    async def work() -> None:
+        raise ApiError(400, "no")
+
+    with pytest.raises(ApiError):
+        await client.exchange.while_connected(work())
+
+
+async def test_a_client_that_stops_reading_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(http, "SEND_STALL_S", 0.01)
+    client = Client(part(b""), reads=False)
+    with pytest.raises(ClientGone):
+        await client.exchange.respond(200, b"{}")
+    assert client.aborted
+
+
+# -- a stream, with the engine played by the test
+
+
+class Engine:
+    """An EngineClient whose engine is the test."""
+
+    def __init__(self) -> None:
+        self.client = EngineClient()
+        self.orders: list[ToEngine] = []
+        self.client.connect(self.orders.append)
+
+    def tell(self, request_id: str, text: str | None, finish: FinishReason | None = None, **more: Any) -> None:
+        token = None if text is None else SampledToken(make_tokenizer().encode(text).ids[0])
+        self.client.deliver(Step([Update(request_id, token, finish, **more)], Stats(), 1))
+        self.client.check_invariants()
+
+
+def prepared(n: int = 1) -> PreparedCall:
+    return PreparedCall(
+        model="m", prompts=([1, 2],), params=(SamplingParams(max_tokens=9),), n=n, stops=(), include_stop=False,
+        skip_special_tokens=True, salt="", num_logprobs=None, stream=True, include_usage=False,
+    )  # fmt: skip
+
+
+async def stream(client: Client, engine: Engine, call: PreparedCall) -> None:
+    metrics = WorkerMetrics("m")
+    with engine.client.submit(call) as handle, metrics.request(call, 0.0) as request_metrics:
+        generation = Generation(call, TOKENS, request_metrics)
+        await generate._stream(client.exchange, generation, handle, ChatReply("c", 1, "m", TOKENS, None, False))
+
+
+def sent_text(client: Client) -> bytes:
+    return b"".join(message.get("body", b"") for message in client.got)
+
+
+async def test_pings_while_the_engine_thinks(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generate, "PING_S", 0.01)
+    client, engine = Client(part(b"")), Engine()
+    serving = asyncio.create_task(stream(client, engine, prepared()))
+    await asyncio.sleep(0)
+    engine.tell("r0", "a")
+    await client.until_got(b": ping\n\n")
+    engine.tell("r0", "b", FinishReason.LENGTH)
+    await serving
+    assert sent_text(client).endswith(b"data: [DONE]\n\n")
+    assert [order for order in engine.orders if isinstance(order, Cancel)] == []
+
+
+async def test_nothing_is_sent_before_the_first_choice_has_begun() -> None:
+    client, engine = Client(part(b"")), Engine()
+    serving = asyncio.create_task(stream(client, engine, prepared(n=2)))
+    await asyncio.sleep(0)
+    engine.tell("r1", "b")
+    await asyncio.sleep(0)
+    await asyncio.sleep(0)
+    assert client.got == []
+    engine.tell("r0", "a", num_cached_tokens=1)
+    await client.until_got(b'"content":"b"')
+    assert client.got[0]["status"] == 200
+    assert dict(client.got[0]["headers"])[b"x-warmgate-cached-tokens"] == b"1"
+    first = json.loads(sent_text(client).split(b"\n\n")[0].removeprefix(b"data: "))
+    assert first["choices"][0]["index"] == 0
+    engine.tell("r0", None, FinishReason.ABORT)
+    await serving
+
+
+async def test_an_engine_lost_before_the_first_token_is_a_status() -> None:
+    client, engine = Client(part(b"")), Engine()
+    serving = asyncio.create_task(stream(client, engine, prepared()))
+    await asyncio.sleep(0)
+    engine.client.lose(ApiError(503, "gone"))
+    with pytest.raises(ApiError, match="gone"):
+        await serving
+    assert client.got == []
+    assert engine.client.num_in_flight == 0
+
+
+async def test_an_engine_lost_after_it_is_an_event_behind_all_that_arrived() -> None:
+    client, engine = Client(part(b"")), Engine()
+    serving = asyncio.create_task(stream(client, engine, prepared()))
+    await asyncio.sleep(0)
+    engine.tell("r0", "a")
+    await client.until_got(b'"content":"a"')
+    engine.tell("r0", "b")
+    engine.client.lose(ApiError(503, "gone"))
+    await serving
+    text = sent_text(client)
+    assert text.index(b'"content":"b"') < text.index(b'{"error":{"message":"gone"')
+    assert b"[DONE]" not in text
+    assert client.got[-1]["more_body"] is False
+
+
+async def test_a_cancelled_stream_cancels_what_still_runs() -> None:
+    client, engine = Client(part(b"")), Engine()
+    serving = asyncio.create_task(stream(client, engine, prepared(n=2)))
+    await asyncio.sleep(0)
+    engine.tell("r0", "a", FinishReason.LENGTH)
+    await client.until_got(b'"length"')
+    serving.cancel()
+    with pytest.raises(asyncio.CancelledError):
+        await serving
+    assert [type(order) for order in engine.orders] == [Add, Cancel]
+    assert engine.orders[-1] == Cancel(["r1"])
+    engine.client.check_invariants()
+    assert engine.client.num_in_flight == 0
