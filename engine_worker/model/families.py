@@ -9,7 +9,7 @@ from __future__ import annotations
 import inspect
 
 import torch
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, PreTrainedConfig, PreTrainedModel
 
 from engine_worker.model.attention import NAME
 from engine_worker.model.errors import ModelError
@@ -26,7 +26,7 @@ _MEND = "Serve it with another engine behind the gateway, or choose another mode
 
 
 def refuse_config(config: PreTrainedConfig) -> None:
-    """Raise ModelError for what the configuration alone rules out, before any weight is read."""
+    """Raise ModelError for what the configuration and its modelling class rule out, before any weight is read."""
     model_type = config.model_type
     text_type = config.get_text_config(decoder=True).model_type
     for name in (model_type, text_type):
@@ -34,19 +34,19 @@ def refuse_config(config: PreTrainedConfig) -> None:
             raise ModelError(f"Models of type {name} can't be served: {_REFUSED[name]}. {_MEND}")
     if config.is_encoder_decoder:
         raise ModelError(f"{model_type} is an encoder-decoder model; only decoder-only models can be served. {_MEND}")
+    if type(config) in MODEL_FOR_CAUSAL_LM_MAPPING:
+        _refuse_class(MODEL_FOR_CAUSAL_LM_MAPPING[type(config)])
 
 
 def refuse_module(module: PreTrainedModel) -> None:
-    """Raise ModelError for what the loaded classes rule out."""
+    """Raise ModelError for what the loaded module rules out."""
     refuse_config(module.config)
     name = type(module).__name__
-    if getattr(module, "_is_stateful", False):
-        raise ModelError(f"{name} keeps a recurrent state, which a paged cache of keys and values can't hold. {_MEND}")
     if module.base_model is module:
         raise ModelError(f"{name} has no language-model head, so it can't generate. {_MEND}")
     for part in module.modules():
-        if isinstance(part, PreTrainedModel) and not part._can_set_attn_implementation():
-            raise ModelError(f"{type(part).__name__} has its attention built in, so it can't be paged. {_MEND}")
+        if isinstance(part, PreTrainedModel):
+            _refuse_class(type(part))
     accepted = _parameters(module)
     missing = [word for word in ("position_ids", "logits_to_keep") if word not in accepted]
     if missing:
@@ -57,6 +57,15 @@ def refuse_module(module: PreTrainedModel) -> None:
                 f"{type(part).__name__} did not take up paged attention and stayed with "
                 f"{part.config._attn_implementation}. {_MEND}"
             )
+
+
+def _refuse_class(kind: type[PreTrainedModel]) -> None:
+    if getattr(kind, "_is_stateful", False):
+        raise ModelError(
+            f"{kind.__name__} keeps a recurrent state, which a paged cache of keys and values can't hold. {_MEND}"
+        )
+    if not kind._can_set_attn_implementation():
+        raise ModelError(f"{kind.__name__} has its attention built in, so it can't be paged. {_MEND}")
 
 
 def num_layers(module: PreTrainedModel) -> int:
