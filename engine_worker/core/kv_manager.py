@@ -195,37 +195,34 @@ class KVCacheManager:
             chain.token_ids.append(token_ids)
 
     def _register(self, chain: _Chain, request: Request, num_full: int) -> None:
-        """Registers the table's blocks up to `num_full`; a run of new ones becomes one event."""
+        """Registers the table's blocks up to `num_full`; the new ones become one event.
+
+        Duplicates come before new ones only: a cached block's parent is always cached.
+        """
         self._extend(chain, request, num_full)
-        first_new: int | None = None
-        index = chain.num_registered
+        first_new = index = chain.num_registered
         while index < num_full:
             names = chain.hashes[index], chain.parent(index), chain.token_ids[index]
             outcome = self._pool.register(request.block_ids[index], *names, is_first=index == 0)
             if outcome is Registered.COLLISION:
                 chain.caching = False
                 break
-            if outcome is Registered.NEW and first_new is None:
-                first_new = index
-            elif outcome is Registered.DUPLICATE and first_new is not None:
-                self._stored(chain, request, first_new, index)
-                first_new = None
             index += 1
+            if outcome is Registered.DUPLICATE:
+                assert first_new == index - 1, "a child was cached without its parent"
+                first_new = index
         chain.num_registered = index
-        if first_new is not None:
-            self._stored(chain, request, first_new, index)
+        if self._record and first_new < index:
+            self._events.append(self._stored(chain, request, first_new, index))
 
-    def _stored(self, chain: _Chain, request: Request, start: int, end: int) -> None:
-        if not self._record:
-            return
-        event = BlocksStored(
+    def _stored(self, chain: _Chain, request: Request, start: int, end: int) -> BlocksStored:
+        return BlocksStored(
             block_hashes=tuple(chain.hashes[start:end]),
             parent_block_hash=chain.hashes[start - 1] if start else None,
             token_ids=tuple(token_id for ids in chain.token_ids[start:end] for token_id in ids),
             block_size=self.block_size,
             salt=request.salt,
         )
-        self._events.append(event)
 
     def check_invariants(self, requests: Iterable[Request]) -> None:
         """Asserts that tables, pool and hashes agree. `requests` are all that are waiting or running. O(pool)."""

@@ -15,9 +15,9 @@ class RequestTooLarge(Exception):
 class SchedulerConfig:
     """Limits of a step and of a sequence.
 
-    max_num_seqs           sequences running at once; never more than max_num_batched_tokens, so that decodes always
-                           leave a token to a prefill under way
-    max_num_batched_tokens tokens a step computes at most
+    max_num_seqs           sequences running at once
+    max_num_batched_tokens tokens a step computes at most, hence also sequences running at once: one is admitted only
+                           while the step has a token left, so decodes always leave one to a prefill under way
     max_model_len          tokens of a sequence, prompt and output, at most
     """
 

@@ -82,7 +82,6 @@ class Scheduler:
     def __init__(self, config: SchedulerConfig, kv: KVCacheManager) -> None:
         self.config = config
         self._kv = kv
-        self._max_num_seqs = min(config.max_num_seqs, config.max_num_batched_tokens)
         self._requests: dict[str, Request] = {}  # waiting and running
         self._keys: dict[str, Key] = {}
         self._leaders: dict[str, Request] = {}  # follower's id -> leader, for followers that had one when added
@@ -207,13 +206,12 @@ class Scheduler:
         """Gives a running request its share of the step: all it lacks, or what budget and free blocks allow."""
         if request.status is not RequestStatus.RUNNING or step.budget == 0:
             return  # preempted for one before it, or the step is full
-        end = min(request.num_tokens, request.num_computed + step.budget)
-        while not self._kv.allocate(request, end):
-            num_allocatable = self._kv.num_tokens_allocatable(request)
-            if num_allocatable > 0:
-                end = request.num_computed + num_allocatable
-            elif not self._preempt_for(request, step):
+        while (num_slots := self._kv.num_tokens_allocatable(request)) == 0:
+            if not self._preempt_for(request, step):
                 return  # it stalls, and those before it go on
+        end = min(request.num_tokens, request.num_computed + min(step.budget, num_slots))
+        fits = self._kv.allocate(request, end)
+        assert fits, "it takes no more than there is"
         step.add(request, end)
 
     def _preempt_for(self, request: Request, step: _Step) -> bool:
@@ -234,7 +232,7 @@ class Scheduler:
         admitted: list[Request] = []
         reserve = sum(map(self._num_blocks_to_come, self._running))
         for request in self._waiting:
-            if step.budget == 0 or len(self._running) + len(admitted) >= self._max_num_seqs:
+            if step.budget == 0 or len(self._running) + len(admitted) >= self.config.max_num_seqs:
                 break
             if self._is_held_back(request):
                 continue
@@ -288,7 +286,7 @@ class Scheduler:
         self._waiting.check_invariants()
         waiting = list(self._waiting)
         assert len(waiting) + len(self._running) == len(self._requests) == len(self._keys)
-        assert len(self._running) <= self._max_num_seqs
+        assert len(self._running) <= self.config.max_num_seqs
         keys = [self._keys[r.request_id] for r in self._running]
         assert keys == sorted(keys), "the running ones are out of order"
         assert self._leaders.keys() <= self._requests.keys()

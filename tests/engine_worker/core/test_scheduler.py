@@ -64,8 +64,10 @@ def test_no_more_than_max_num_seqs_run_and_never_more_than_the_budget_lets_decod
     for max_num_seqs, max_num_batched_tokens in ((3, 100), (100, 3)):
         driver = make_driver(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)
         driver.add(*(make_request(str(i), [i], max_tokens=5) for i in range(7)))
-        plans = driver.run()
-        assert [len(plan.segments) for plan in plans][:3] == [3, 3, 3]
+        for _ in range(3):
+            assert len(driver.step().segments) == 3
+            assert driver.scheduler.stats().num_running == 3
+        driver.run()
         driver.check_ended()
 
 

@@ -98,12 +98,89 @@ def test_a_request_that_does_not_fit_yet_is_not_overtaken() -> None:
 
 def test_an_admission_leaves_running_ones_room_for_a_block() -> None:
     """Otherwise the newcomer would be preempted a moment later, and its prefill wasted."""
-    driver = make_driver(num_blocks=4)
+    driver = make_driver(num_blocks=5)
     driver.add(make_request("a", range(8), max_tokens=8))
     driver.step()
-    driver.add(make_request("b", range(20, 27), arrival_s=1.0))
+    driver.add(make_request("b", range(20, 27), max_tokens=5, arrival_s=1.0))
+    assert driver.scheduler.stats().num_free_blocks == 3
+    assert not any(plan.preempted for plan in driver.run())
+    driver.check_ended()
+
+
+def test_no_room_is_kept_for_one_that_has_all_it_will_need() -> None:
+    driver = make_driver(num_blocks=4)
+    driver.add(make_request("a", range(8), max_tokens=4))
+    driver.step()
+    driver.add(make_request("b", range(20, 24), arrival_s=1.0))
+    assert shape(driver.step()) == [("a", 8, 9, True), ("b", 0, 4, True)]
+    driver.run()
+    driver.check_ended()
+
+
+def test_admissions_of_one_step_leave_each_other_room() -> None:
+    driver = make_driver(num_blocks=5)
+    driver.add(make_request("a", range(8), max_tokens=5), make_request("b", range(20, 32), max_tokens=5))
     plans = driver.run()
+    assert [s[0] for s in shape(plans[0])] == ["a"]
     assert not any(plan.preempted for plan in plans)
+    driver.check_ended()
+
+
+def test_the_last_free_block_goes_to_the_first_in_the_order() -> None:
+    driver = make_driver(num_blocks=5)
+    driver.add(make_request("old", range(7), max_tokens=5), make_request("young", range(20, 27), max_tokens=5))
+    driver.step()
+    assert shape(driver.step()) == [("old", 7, 8, True), ("young", 7, 8, True)]
+    plan = driver.step()
+    assert (shape(plan), plan.preempted) == ([("old", 8, 9, True)], ())
+    driver.run()
+    driver.check_ended()
+
+
+def test_a_plan_that_preempts_admits_nobody() -> None:
+    driver = make_driver(num_blocks=6)
+    driver.add(make_request("old", range(8), max_tokens=9, priority=-1))
+    driver.add(make_request("young", range(20, 28), max_tokens=9))
+    driver.step()
+    driver.step()
+    driver.add(make_request("urgent", [40], priority=-1))
+    plans = driver.run()
+    at = next(i for i, plan in enumerate(plans) if plan.preempted)
+    assert [s[0] for s in shape(plans[at])] == ["old"]
+    assert [s[0] for s in shape(plans[at + 1])] == ["old", "urgent"]
+    driver.check_ended()
+
+
+def overtaken(max_num_batched_tokens: int, num_blocks: int) -> Driver:
+    """A younger one decodes, a block a token, while an urgent prompt of 10 tokens is on its way in chunks."""
+    driver = make_driver(num_blocks, block_size=1, max_num_batched_tokens=max_num_batched_tokens)
+    driver.add(make_request("young", [40], max_tokens=12))
+    driver.step()
+    driver.add(make_request("urgent", range(10), max_tokens=2, priority=-1))
+    return driver
+
+
+def test_a_chunk_shrinks_to_the_free_blocks_before_anybody_is_preempted() -> None:
+    driver = overtaken(max_num_batched_tokens=5, num_blocks=13)
+    plans = [driver.step() for _ in range(4)]
+    assert [shape(plan)[-1] for plan in plans[:3]] == [
+        ("urgent", 0, 4, False),
+        ("urgent", 4, 8, False),
+        ("urgent", 8, 9, False),
+    ]
+    assert [plan.preempted for plan in plans] == [(), (), (), ("young",)]
+    driver.run()
+    driver.check_ended()
+
+
+def test_what_was_planned_for_a_victim_goes_to_the_one_it_gave_way_to() -> None:
+    """The younger one's decode is in the plan already when the prompt's chunk finds no block."""
+    driver = overtaken(max_num_batched_tokens=2, num_blocks=14)
+    while driver.scheduler.stats().num_free_blocks != 1:
+        driver.step()
+    plan = driver.step()
+    assert (shape(plan), plan.preempted) == ([("urgent", 6, 8, False)], ("young",))
+    driver.run()
     driver.check_ended()
 
 
