@@ -121,11 +121,12 @@ class RobustFit:
 class SpeedModel:
     """One replica's rates as they are learned."""
 
-    __slots__ = ("_decode", "_prefill", "_typical_uncached")
+    __slots__ = ("_decode", "_own", "_prefill", "_typical_uncached")
 
     def __init__(self) -> None:
         self._prefill = RobustFit(PREFILL_PRIOR)
         self._decode = RobustFit(DECODE_PRIOR)
+        self._own: Rates | None = None  # own_rates() until the next observation
         self._typical_uncached = 1000.0  # tokens, of a request; where this replica's speed is compared
 
     @property
@@ -134,18 +135,22 @@ class SpeedModel:
 
     def observe_prefill(self, num_requests: int, num_uncached: int, num_attended: float, seconds: float) -> None:
         """A group of requests was prefilled in `seconds`; `num_attended` sums n * (c + n / 2) over them."""
+        self._own = None
         self._typical_uncached += TYPICAL_WEIGHT * (num_uncached / num_requests - self._typical_uncached)
         self._prefill.observe((float(num_requests), float(num_uncached), num_attended), seconds)
 
     def observe_decode(self, num_output_tokens: int, seconds: float, kv_tokens: float) -> None:
         """A request's tokens after its first took `seconds`, beside `kv_tokens` in the running batch."""
         if num_output_tokens >= MIN_OUTPUT_TOKENS:
+            self._own = None
             self._decode.observe((1.0, kv_tokens), seconds / (num_output_tokens - 1))
 
     def own_rates(self) -> Rates:
-        base, linear, quadratic = self._prefill.coefficients
-        step, kv = self._decode.coefficients
-        return Rates(base, linear, quadratic, step, self._prefill.num_observations, kv)
+        if self._own is None:
+            base, linear, quadratic = self._prefill.coefficients
+            step, kv = self._decode.coefficients
+            self._own = Rates(base, linear, quadratic, step, self._prefill.num_observations, kv)
+        return self._own
 
     def rates(self, fleet: Rates | None) -> Rates:
         """What to expect of the replica; `fleet` is what its peers take (None when no peer has been seen)."""

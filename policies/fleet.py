@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from policies.cost import SpeedModel, fleet_rates
+from policies.cost import NUM_SCALING, SpeedModel, fleet_rates
 from policies.events import (
     BlocksCleared,
     BlocksRemoved,
@@ -44,7 +44,7 @@ from policies.events import (
 from policies.load import Lease, ReplicaLoad
 from policies.prefix_index import PrefixIndex
 from policies.replica import Replica, ReplicaStats
-from policies.types import FleetSnapshot, ReplicaId, ReplicaStatus, RouteRequest
+from policies.types import FleetSnapshot, Rates, ReplicaId, ReplicaStatus, RouteRequest
 
 OUTPUT_WEIGHT = 0.05  # of a new request in the mean output
 
@@ -70,6 +70,8 @@ class FleetState:
         self._leases: dict[str, Lease] = {}
         self._sequence = 0
         self._last_event_at = 0.0
+        self._num_learned = 0  # observations since all rates were refreshed
+        self._fleet_rates: dict[frozenset[str], Rates | None] = {}
         self._mean_output_tokens = self._config.initial_output_tokens
         self._handlers: dict[type, Callable[[Any], None]] = {
             Joined: self._joined,
@@ -138,6 +140,7 @@ class FleetState:
         if known is not None and known.incarnation == event.incarnation and known.key_space == event.key_space:
             known.models, known.status = event.models, event.status
             self._resize(known, event.num_blocks)
+            self._refresh_rates()
             return
         if known is not None:
             self._purge(known)
@@ -233,7 +236,7 @@ class FleetState:
         self._index.computed(lease.replica_id, lease.chain.keys)
         self._realised(lease, cached_tokens)
         if replica.load.first_token(lease, at, cached_tokens):
-            self._refresh_rates()
+            self._learned(replica)
 
     def _realised(self, lease: Lease, cached_tokens: int | None) -> None:
         if cached_tokens is not None:
@@ -264,7 +267,7 @@ class FleetState:
         replica = self._replicas[lease.replica_id]
         self._index.unpin(lease.replica_id, lease.chain.keys, at, keep_blocks)
         if replica.load.ended(lease, at, num_output_tokens):
-            self._refresh_rates()
+            self._learned(replica)
         self._reserve_output(replica)
 
     def _live_lease(self, request_id: str, replica_id: ReplicaId) -> Lease | None:
@@ -300,12 +303,21 @@ class FleetState:
         if event.replica_id in self._replicas:
             self._index.lose_feed(event.replica_id)
 
+    def _learned(self, replica: Replica) -> None:
+        """A replica's speed model has moved. Its peers follow at once while it is new to it, later now and then: an
+        observation must not cost in proportion to the fleet."""
+        self._num_learned += 1
+        if replica.load.speed.num_observations <= NUM_SCALING or self._num_learned >= len(self._order):
+            self._refresh_rates()
+        else:
+            replica.rates = replica.load.speed.rates(self._fleet_rates[replica.models])
+
     def _refresh_rates(self) -> None:
         """Rates of all replicas: newcomers' follow those of their peers (the replicas of the same models)."""
+        self._num_learned = 0
         by_models: dict[frozenset[str], list[Replica]] = {}
         for replica in self._order:
             by_models.setdefault(replica.models, []).append(replica)
-        for peers in by_models.values():
-            fleet = fleet_rates([peer.load.speed for peer in peers])
-            for peer in peers:
-                peer.rates = peer.load.speed.rates(fleet)
+        self._fleet_rates = {m: fleet_rates([peer.load.speed for peer in peers]) for m, peers in by_models.items()}
+        for replica in self._order:
+            replica.rates = replica.load.speed.rates(self._fleet_rates[replica.models])

@@ -27,6 +27,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
+from typing import NamedTuple
 
 from policies.cost import SpeedModel
 from policies.events import StatsReported
@@ -80,6 +81,20 @@ class _Group:
         self.num_requests += 1
         self.num_uncached += uncached
         self.num_attended += uncached * (cached_tokens + uncached / 2)
+
+
+class LoadFigures(NamedTuple):
+    """A replica's load at one moment, ours and what came from elsewhere.
+
+    queued_prefill_s  the work clock W
+    kv_usage          as reported plus the prompts dispatched since, or else our own prompts alone
+    """
+
+    num_waiting: int
+    num_running: int
+    queued_prefill_tokens: int
+    queued_prefill_s: float
+    kv_usage: float
 
 
 class ReplicaLoad:
@@ -224,23 +239,27 @@ class ReplicaLoad:
             return max(self._head_since, self.report.at + self._foreign_s)
         return self._head_since
 
-    def queued_s(self, now: float) -> float:
-        """The work clock W."""
-        left = self._foreign_s * self._foreign_left(now) if self._foreign_s else 0.0
-        if not self.waiting:
-            return left
-        head = next(iter(self.waiting.values())).prefill_s
-        served = max(now - self._service_start(), 0.0)
-        remaining = head - served if served <= head else OVERRUN_SHARE * (served - head)
-        return max(self._waiting_s - head, 0.0) + remaining + left
-
-    def queued_tokens(self, now: float) -> int:
-        return self._waiting_tokens + int(self._foreign_tokens * self._foreign_left(now))
-
-    def kv_usage(self, num_blocks: int) -> float:
-        """Share of KV blocks in use: as reported plus the prompts dispatched since, or else our own prompts alone."""
-        own = self._unreported_blocks / num_blocks if num_blocks else 0.0
-        return min(own + (self.report.kv_usage if self.report is not None else 0.0), 1.0)
+    def figures(self, now: float, num_blocks: int) -> LoadFigures:
+        """All that a view needs, in one go: this runs for every replica at every decision."""
+        if self.report is not None or self.waiting:
+            self.advance(now)
+        left = self._foreign_left(now) if self._foreign_s else 0.0
+        queued_s = self._foreign_s * left
+        if self.waiting:
+            head = next(iter(self.waiting.values())).prefill_s
+            served = max(now - self._service_start(), 0.0)
+            remaining = head - served if served <= head else OVERRUN_SHARE * (served - head)
+            queued_s += max(self._waiting_s - head, 0.0) + remaining
+        kv_usage = self._unreported_blocks / num_blocks if num_blocks else 0.0
+        if self.report is not None:
+            kv_usage += self.report.kv_usage
+        return LoadFigures(
+            len(self.waiting) + self.foreign_waiting,
+            len(self.running) + self.foreign_running,
+            self._waiting_tokens + int(self._foreign_tokens * left),
+            queued_s,
+            min(kv_usage, 1.0),
+        )
 
     def _count_unreported(self, since: float) -> None:
         self._unreported_blocks = 0

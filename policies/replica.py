@@ -46,38 +46,36 @@ class Replica:
     def view(self, request: RouteRequest, matches: dict[ReplicaId, int] | None, now: float) -> ReplicaView:
         """The replica as a policy sees it for `request`. `matches`: blocks of its chain that each replica holds, None
         when the request has no chain in this replica's key space."""
-        load = self.load
-        load.advance(now)
         num_tokens, matched = request.num_tokens, 0
         if matches is not None:
             chain = request.chains[self.key_space]
             num_tokens = chain.num_tokens
             matched = min(matches.get(self.replica_id, 0) * chain.block_tokens, max(num_tokens - 1, 0))
+        load = self.load.figures(now, self.num_blocks)
         return ReplicaView(
             self.replica_id,
             self.incarnation,
             num_tokens,
             matched,
-            load.queued_tokens(now),
-            load.queued_s(now),
-            len(load.waiting) + load.foreign_waiting,
-            len(load.running) + load.foreign_running,
-            load.kv_usage(self.num_blocks),
+            load.queued_prefill_tokens,
+            load.queued_prefill_s,
+            load.num_waiting,
+            load.num_running,
+            load.kv_usage,
             self.rates,
         )
 
     def stats(self, index: PrefixIndex, now: float) -> ReplicaStats:
-        load = self.load
-        load.advance(now)
+        load = self.load.figures(now, self.num_blocks)
         return ReplicaStats(
             replica_id=self.replica_id,
             incarnation=self.incarnation,
             status=self.status,
-            num_waiting=len(load.waiting) + load.foreign_waiting,
-            num_running=len(load.running) + load.foreign_running,
-            queued_prefill_tokens=load.queued_tokens(now),
-            queued_prefill_s=load.queued_s(now),
-            kv_usage=load.kv_usage(self.num_blocks),
+            num_waiting=load.num_waiting,
+            num_running=load.num_running,
+            queued_prefill_tokens=load.queued_prefill_tokens,
+            queued_prefill_s=load.queued_prefill_s,
+            kv_usage=load.kv_usage,
             num_index_blocks=index.num_blocks(self.replica_id),
             index_capacity_blocks=index.capacity(self.replica_id),
             authoritative=index.authoritative(self.replica_id),
