@@ -144,6 +144,7 @@ class Proxy:
             chains=chains,
             max_output_tokens=parsed.max_output_tokens,
             session=parsed.session,
+            streamed=parsed.stream,
         )
 
     def _model(self, parsed: ParsedRequest) -> str:

@@ -36,16 +36,22 @@ class Lease:
     __slots__ = ("_emit", "_open", "chain", "decision", "dispatched_at", "replica", "request_id")
 
     def __init__(
-        self, emit: Callable[[Event], None], request_id: str, decision: Decision, chain: PrefixChain, replica: Replica
-    ) -> None:
+        self, emit: Callable[[Event], None], request: RouteRequest, decision: Decision, chain: PrefixChain,
+        replica: Replica,
+    ) -> None:  # fmt: skip
         self._emit = emit
         self._open = True
-        self.request_id = request_id
+        self.request_id = request.request_id
         self.decision = decision
         self.chain = chain
         self.replica = replica
         self.dispatched_at = time.monotonic()
-        emit(Dispatched(self.dispatched_at, replica.replica_id, request_id, chain, decision.matched_tokens))
+        emit(
+            Dispatched(
+                self.dispatched_at, replica.replica_id, self.request_id, chain, decision.matched_tokens,
+                request.streamed,
+            )
+        )  # fmt: skip
 
     @property
     def is_open(self) -> bool:
@@ -175,7 +181,7 @@ class Router:
         chain = request.chains.get(replica.key_space)
         if chain is None:
             chain = PrefixChain((), max(1, replica.block_tokens), request.num_tokens)
-        lease = Lease(self.emit, request.request_id, decision, chain, replica)
+        lease = Lease(self.emit, request, decision, chain, replica)
         self._metrics.route.observe(time.perf_counter() - started)
         self._metrics.decided(decision.policy, decision.reason)
         return lease
