@@ -120,6 +120,8 @@ class StreamScanner:
                 return b""
         if _is_plain(chunk) and not self._held:
             self.num_events += chunk.count(b"\ndata:") + chunk.startswith(b"data:")
+            if b"\r" in chunk:
+                self.num_events += chunk.count(b"\rdata:")
             return chunk
         return self._look(chunk)
 
@@ -127,10 +129,13 @@ class StreamScanner:
         """The replica ended the stream: what may still be relayed. `broken` says so when it was cut short."""
         rest = b"".join(self._parts)
         self._parts, self._parts_size, self._seam = [], 0, b""
+        had_failed = self.error is not None
         out = self._look(rest) if rest.strip() else rest
-        if self.error is None and not self.done:
+        if self.done or (self.error is not None and not had_failed):
+            return out
+        if not had_failed:
             self._break("the replica ended its stream before [DONE]")
-        return out
+        return b""  # half an event, or an end that was held back
 
     def _break(self, why: str) -> None:
         self.broken = self.broken or why
