@@ -4,7 +4,8 @@ Events come over ZMQ PUB, which loses messages when a connection breaks or a que
 and a second socket of the replica replays what it still has. So the feed
 
 * asks for everything from 0 when it starts: a gateway that comes late learns what the cache already holds. And again a
-  moment later, because a subscription takes its time to arrive and what is sent meanwhile is lost;
+  moment later and at growing intervals, because a subscription takes its time to arrive, and what is sent meanwhile is
+  lost;
 * fills a gap by a replay before it goes on;
 * asks for the last batch again when it was quiet for a while, because a lost tail leaves no gap until more follows. The
   answer also shows a publisher that was replaced behind the same address;
@@ -54,7 +55,7 @@ class FeedStatus(StrEnum):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class FeedTiming:
-    """Seconds: a replay's silence until it counts as failed, between tries to reach it, of quiet before a check."""
+    """Seconds: a replay's silence until it counts as failed; of quiet before the first check; the most before one."""
 
     replay_timeout_s: float = 2.0
     retry_s: float = 1.0
@@ -98,7 +99,7 @@ class KvFeed:
         self._cursor = Cursor()
         self._task: asyncio.Task[None] | None = None
         self._caught_up = False
-        self._settled = False
+        self._quiet_s = self._timing.retry_s
         self.status = FeedStatus.CONNECTING
         self.num_batches = 0
         self.num_gaps = 0
@@ -132,12 +133,12 @@ class KvFeed:
             self._start_over()
             await self._catch_up()
             while True:
-                quiet_s = self._timing.idle_check_s if self._settled else self._timing.retry_s
-                if await socket.poll(int(quiet_s * 1000)):
+                if await socket.poll(int(self._quiet_s * 1000)):
                     await self._drain(socket)
-                else:
-                    self._settled = self._caught_up
-                    await self._catch_up()
+                    continue
+                await self._catch_up()
+                if self._caught_up:
+                    self._quiet_s = min(2 * self._quiet_s, self._timing.idle_check_s)
 
     async def _drain(self, socket: zmq.asyncio.Socket) -> None:
         for _ in range(_STEPS_BETWEEN_YIELDS):
@@ -247,7 +248,7 @@ class KvFeed:
         self._cursor.restart()
         self._translator.clear()
         self._caught_up = False
-        self._settled = False
+        self._quiet_s = self._timing.retry_s
         self._deliver((BlocksCleared(at=self._clock(), replica_id=self._replica_id),))
         self._set_status(FeedStatus.CONNECTING, "its events are read from the start")
 
