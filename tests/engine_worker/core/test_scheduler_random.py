@@ -7,8 +7,10 @@ finds what it expects at every position, the invariants and the events agree aft
 from __future__ import annotations
 
 import hashlib
+import random
 from unittest import mock
 
+import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
@@ -16,7 +18,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition,
 from engine_worker.core import block_pool
 from engine_worker.core.scheduler import RequestTooLarge
 from engine_worker.core.types import Request
-from tests.engine_worker.core.fake_runner import make_driver, make_request
+from tests.engine_worker.core.fake_runner import Driver, make_driver, make_request
 
 VOCAB = 6  # small, so that prefixes repeat and stop tokens come up
 TOKENS = st.integers(0, VOCAB - 1)
@@ -128,8 +130,35 @@ def _weak_hash(parent: bytes, token_ids: tuple[int, ...]) -> bytes:
     return bytes([hashlib.sha256(parent + bytes(token_ids)).digest()[0] & 7])
 
 
-SETTINGS = settings(max_examples=80, stateful_step_count=25, deadline=None, derandomize=True)
+SETTINGS = settings(max_examples=50, stateful_step_count=25, deadline=None, derandomize=True)
 CoreMachine.TestCase.settings = SETTINGS
 WeakHashMachine.TestCase.settings = SETTINGS
 TestCoreAtRandom = CoreMachine.TestCase
 TestCoreWithCollidingHashes = WeakHashMachine.TestCase
+
+
+def crowd(seed: int, num_blocks: int, block_size: int, max_num_batched_tokens: int) -> Driver:
+    """Conversations that share prefixes, grow long, and don't fit together; some are cancelled in a step."""
+    rng = random.Random(seed)
+    driver = make_driver(num_blocks, block_size, max_num_batched_tokens=max_num_batched_tokens)
+    capacity = num_blocks * block_size
+    for i in range(30):
+        history = [rng.randrange(VOCAB) for _ in range(rng.randint(1, capacity // 3))]
+        if driver.requests and rng.random() < 0.6:
+            other = driver.requests[rng.choice(list(driver.requests))]
+            history = [*other.prompt_ids, *other.output_ids][: capacity // 2] + history[:3]
+        max_tokens = rng.randint(1, max(1, capacity - len(history)))
+        driver.add(make_request(f"r{i}", history, max_tokens, arrival_s=driver.now, priority=rng.choice([0, 0, 0, 1])))
+        for _ in range(rng.randint(0, 4)):
+            driver.step(cancel_meanwhile=[f"r{rng.randint(0, i)}"] if rng.random() < 0.05 else [])
+    driver.run()
+    driver.check_ended()
+    return driver
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+@pytest.mark.parametrize("max_num_batched_tokens", [3, 16, 1000])
+def test_crowds_that_force_preemption_get_their_solo_tokens(block_size: int, max_num_batched_tokens: int) -> None:
+    stats = [crowd(seed, 32 // block_size, block_size, max_num_batched_tokens).scheduler.stats() for seed in range(3)]
+    assert all(s.num_preemptions >= 5 for s in stats)
+    assert all(s.prefix_cache_hits > 0 for s in stats)
