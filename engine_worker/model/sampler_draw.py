@@ -8,8 +8,8 @@ follow:
   request draws the same tokens whatever runs beside it and whether or not it was preempted. Logits that differ in their
   last digits between batches change a draw only when the two best scores are that close; inverting the cumulative
   distribution would let a change anywhere in the vocabulary move every later boundary.
-- If the winner over the whole vocabulary lies inside the nucleus, it is the winner over the nucleus. Checking that
-  takes one sum, so nine of ten top-p rows never need a sort.
+- If the winner over the whole vocabulary lies inside top-p's nucleus, it is the winner over the nucleus. Checking that
+  takes one sum, and a winner that lies outside shows where else not to look, so nothing is ever sorted.
 - Filters are thresholds on x, so they don't depend on how a sort orders equal values: top-k keeps what is no less
   than the k-th largest value, top-p what has less than p of the mass strictly above it (ties stay together), min-p
   what has at least min_p times the likeliest token's probability. Top-p counts mass after top-k, as vLLM does.
@@ -26,6 +26,8 @@ import torch
 from torch import Tensor
 
 from engine_worker.core.types import SamplingParams
+
+_CPU_CHUNK_ELEMENTS = 1 << 17  # rows are drawn in chunks whose temporaries stay in a core's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,9 +52,17 @@ def new_key() -> bytes:
 
 def draw_tokens(logits: Tensor, row_max: Tensor, draws: list[Draw]) -> list[int]:
     """Draw a token for each of `draws` from logits [S, V] with finite row maxima [S]; returns token ids in order."""
+    chunk = max(1, _CPU_CHUNK_ELEMENTS // logits.shape[1]) if logits.device.type == "cpu" else len(draws)
+    tokens: list[int] = []
+    for start in range(0, len(draws), chunk):
+        tokens += _draw_chunk(logits, row_max, draws[start : start + chunk])
+    return tokens
+
+
+def _draw_chunk(logits: Tensor, row_max: Tensor, draws: list[Draw]) -> list[int]:
     index = torch.tensor([draw.index for draw in draws], device=logits.device)
     temperature = torch.tensor([draw.params.temperature for draw in draws], device=logits.device)
-    x = (logits[index] - row_max[index, None]) / temperature[:, None]  # [D, V], the likeliest token at 0
+    x = (logits[index] - row_max[index, None]).div_(temperature[:, None])  # [D, V], the likeliest token at 0
     scores = gumbel_noise(draws, logits.shape[1], logits.device).add_(x)  # [D, V]
     _apply_min_p(scores, x, draws)
     _apply_top_k_top_p(scores, x, draws)
@@ -69,8 +79,9 @@ def gumbel_noise(draws: list[Draw], vocab_size: int, device: torch.device) -> Te
     generator = torch.Generator(device)
     for row, draw in enumerate(draws):
         generator.manual_seed(_noise_seed(draw.key, draw.position))
-        noise[row] = uniform.uniform_(generator=generator).log_().neg_()  # a standard exponential
-    return noise.log_().neg_()  # u = 0 gives exponential inf, noise -inf: it never wins
+        # Never 0: its noise would be -inf, and a row must always have a finite score.
+        noise[row] = uniform.uniform_(2**-54, 1, generator=generator).log_().neg_()  # standard exponentials
+    return noise.log_().neg_()
 
 
 def _noise_seed(key: bytes, position: int) -> int:
@@ -87,34 +98,43 @@ def _apply_min_p(scores: Tensor, x: Tensor, draws: list[Draw]) -> None:
 
 
 def _apply_top_k_top_p(scores: Tensor, x: Tensor, draws: list[Draw]) -> None:
-    """Drop what top-k and top-p exclude, in place."""
+    """Drop what top-k and top-p exclude, in place, as far as it could win."""
     vocab_size = x.shape[1]
     with_k = [row for row, draw in enumerate(draws) if 0 < draw.params.top_k < vocab_size]
-    only_p = [row for row, draw in enumerate(draws) if draw.params.top_p < 1 and row not in set(with_k)]
-    if only_p:
-        only_p = _outside_nucleus(scores, x, draws, only_p)
+    only_p = [row for row, draw in enumerate(draws) if draw.params.top_p < 1 and row not in with_k]
     if with_k:
-        largest = x[with_k].topk(max(draws[row].params.top_k for row in with_k), dim=-1).values
+        largest = _take(x, with_k).topk(max(draws[row].params.top_k for row in with_k), dim=-1).values
         _drop_below(scores, x, with_k, thresholds(largest, [draws[row].params for row in with_k]))
     if only_p:
-        largest = x[only_p].sort(dim=-1, descending=True).values
-        _drop_below(scores, x, only_p, thresholds(largest, [draws[row].params for row in only_p]))
+        _drop_winners_outside_nucleus(scores, x, draws, only_p)
 
 
-def _outside_nucleus(scores: Tensor, x: Tensor, draws: list[Draw], rows: list[int]) -> list[int]:
-    """Those of `rows` whose winner over the whole vocabulary lies outside their nucleus, so that they need a sort."""
-    sub = x[rows]  # [N, V]
-    winner = sub.gather(1, scores[rows].max(dim=-1).indices[:, None])  # [N, 1]
-    mass = sub.exp()
-    total = mass.sum(dim=-1)
-    above = mass.masked_fill_(sub <= winner, 0).sum(dim=-1)
+def _drop_winners_outside_nucleus(scores: Tensor, x: Tensor, draws: list[Draw], rows: list[int]) -> None:
+    """Strike out winners, and all that is no likelier, until every row's winner lies in its nucleus.
+
+    A token lies in the nucleus iff the tokens strictly likelier than it hold less than top_p. So one that lies outside
+    proves that everything no likelier does too. The likeliest token always lies inside, hence this ends; on average
+    after about 1 + ln(1 / top_p) rounds.
+    """
+    mass = _take(x, rows).exp()  # [N, V]
     top_p = torch.tensor([draws[row].params.top_p for row in rows], device=x.device)
-    inside = ((above < top_p * total) | (above == 0)).tolist()
-    return [row for row, is_inside in zip(rows, inside, strict=True) if not is_inside]
+    limit = top_p * mass.sum(dim=-1)
+    sub_x, sub_scores = _take(x, rows), _take(scores, rows)
+    while rows:
+        winner = sub_x.gather(1, sub_scores.max(dim=-1).indices[:, None])  # [N, 1]
+        above = mass.masked_fill(sub_x <= winner, 0).sum(dim=-1)
+        pending = torch.nonzero((above >= limit) & (above > 0)).flatten().tolist()
+        if not pending:
+            return
+        rows = [rows[i] for i in pending]
+        mass, sub_x, winner, limit = (_take(t, pending) for t in (mass, sub_x, winner, limit))
+        sub_scores = _take(sub_scores, pending).masked_fill_(sub_x <= winner, -torch.inf)
+        if sub_scores is not scores:
+            scores[rows] = sub_scores
 
 
 def thresholds(largest: Tensor, params: list[SamplingParams]) -> Tensor:
-    """[N] the least value that top-k and top-p keep, from each row's largest values [N, K] in descending order."""
+    """[N] the least value that top-k and top-p keep, from each row's K >= top_k largest values [N, K], descending."""
     width = largest.shape[1]
     k = torch.tensor([p.top_k if 0 < p.top_k < width else width for p in params], device=largest.device)[:, None]
     top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=largest.device)[:, None]
@@ -127,5 +147,13 @@ def thresholds(largest: Tensor, params: list[SamplingParams]) -> Tensor:
 
 
 def _drop_below(scores: Tensor, x: Tensor, rows: list[int], threshold: Tensor) -> None:
-    """scores[rows] = -inf where x < threshold [N]."""
-    scores[rows] = scores[rows].masked_fill_(x[rows] < threshold[:, None], -torch.inf)
+    """scores[rows] = -inf where x < threshold [N], in place."""
+    kept = _take(scores, rows)
+    kept.masked_fill_(_take(x, rows) < threshold[:, None], -torch.inf)
+    if kept is not scores:
+        scores[rows] = kept
+
+
+def _take(tensor: Tensor, rows: list[int]) -> Tensor:
+    """tensor[rows] for ascending rows; the tensor itself, not a copy, if that is all of them."""
+    return tensor if len(rows) == tensor.shape[0] else tensor[rows]
