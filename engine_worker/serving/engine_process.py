@@ -13,6 +13,7 @@ Exit codes: 0 told to stop, 1 the model can't be loaded (a LoadFailed message we
 from __future__ import annotations
 
 import ctypes
+import gc
 import importlib
 import logging
 import os
@@ -133,21 +134,21 @@ def _serve(order: StartOrder, pipes: Pipes) -> int:
     def progress(detail: str) -> None:
         pipes.send(Progress(detail))
 
-    publisher: KVPublisher | None = None
     try:
+        publisher = _publisher(order.config)
         runner = _loader(order.loader)(order.config, progress)
         scheduler = _scheduler(order.config, runner.info)
-        if order.config.kv_events_endpoint and order.config.enable_prefix_caching:
-            publisher = KVPublisher(order.config.kv_events_endpoint)
-    except ModelError as error:
+    except (ModelError, _CannotPublish) as error:
         pipes.send(LoadFailed(str(error)))
         return _EXIT_LOAD_FAILED
-    except (ValueError, OSError, MemoryError, zmq.ZMQError) as error:
+    except Exception as error:  # nobody foresaw it, so the log gets all of it
         logger.exception("the engine could not be set up")
-        pipes.send(LoadFailed(f"The engine could not be set up: {error or type(error).__name__}"))
+        pipes.send(LoadFailed(f"The engine could not be set up ({type(error).__name__}: {error})."))
         return _EXIT_LOAD_FAILED
     stop = _StopSignal()
     stop.install()
+    gc.collect()
+    gc.freeze()  # the model stays; collections need not walk over it
     endpoints = (publisher.endpoint, publisher.replay_endpoint) if publisher else ("", "")
     pipes.send(Ready(runner.info, runner.tokenizer, *endpoints))
     loop = EngineLoop(scheduler, runner, pipes, pipes.send, publisher, order.check_invariants)
@@ -160,6 +161,19 @@ def _serve(order: StartOrder, pipes: Pipes) -> int:
         if publisher is not None:
             publisher.close()
     return 0
+
+
+class _CannotPublish(Exception):
+    """The address for KV events can't be had."""
+
+
+def _publisher(config: EngineConfig) -> KVPublisher | None:
+    if not config.kv_events_endpoint or not config.enable_prefix_caching:
+        return None
+    try:
+        return KVPublisher(config.kv_events_endpoint)
+    except OSError as error:
+        raise _CannotPublish(f"KV events can't be published: {error}. Choose another --kv-events-port.") from error
 
 
 def _loader(path: str) -> Loader:

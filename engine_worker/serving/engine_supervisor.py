@@ -68,6 +68,7 @@ class EngineSupervisor:
         on_ready: Callable[[Ready], None],
         on_step: Callable[[Step], None],
         on_lost: Callable[[], None],
+        stall_s: float = STALL_S,
     ) -> None:
         self._config = config
         self._client = client
@@ -76,6 +77,7 @@ class EngineSupervisor:
         self._on_ready = on_ready
         self._on_step = on_step
         self._on_lost = on_lost
+        self._stall_s = stall_s
         self._stopping = False
         self._process: asyncio.subprocess.Process | None = None
         self._outbox: zmq.Socket[bytes] | None = None
@@ -214,9 +216,9 @@ class EngineSupervisor:
     async def _watch(self) -> None:
         """Kill an engine that gives no news although calls are in flight."""
         while True:
-            await asyncio.sleep(STALL_S / 20)
-            if self._client.num_in_flight and time.monotonic() - self._client.last_news_s > STALL_S:
-                logger.error("the engine has given no news for %.0f s; killing it", STALL_S)
+            await asyncio.sleep(self._stall_s / 20)
+            if self._client.num_in_flight and time.monotonic() - self._client.last_news_s > self._stall_s:
+                logger.error("the engine has given no news for %.0f s; killing it", self._stall_s)
                 self.kill()
 
     def _end_of_life(self) -> None:

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 
-from engine_worker.config import EngineConfig
+from engine_worker.config import EngineConfig, ModelInfo
 from engine_worker.contract.errors import ApiError
 from engine_worker.contract.prompt import PromptRenderer
 from engine_worker.contract.state import WorkerState, WorkerStatus
@@ -63,6 +63,7 @@ class Worker:
         self.failure: str | None = None
         self.draining = False
         self._loaded: LoadedModel | None = None
+        self._tools: tuple[PromptRenderer, TokenText] | None = None
 
     @property
     def status(self) -> WorkerStatus:
@@ -114,30 +115,21 @@ class Worker:
         )
 
     def _on_ready(self, ready: Ready) -> None:
-        renderer = PromptRenderer(ready.tokenizer)
+        renderer, tokens = self._text_tools(ready)
         preparer = Preparer(ready.info, renderer, self.served_models)
-        tokens = TokenText(renderer.tokenizer)
         generator = Generator(preparer, tokens, self.client, self.metrics, self.executor)
         self._loaded = LoadedModel(ready, preparer, generator)
         self.metrics.model_loaded(ready.info)
-        info = ready.info
-        logger.info(
-            "ready: %s (%s) in %s on %s, %s attention, %d threads; KV cache of %d blocks, %d tokens, %.2f GiB; "
-            "sequences up to %d tokens%s",
-            self.served_models[0],
-            info.architecture,
-            info.dtype,
-            info.device,
-            info.attention_backend,
-            info.num_threads,
-            info.num_blocks,
-            info.num_blocks * info.block_size,
-            info.num_blocks * info.kv_block_bytes / 2**30,
-            info.max_model_len,
-            f". {info.detail}" if info.detail else "",
-        )
-        if renderer.changes_every_second:
-            logger.warning("the chat template prints the time of day, so chats share no cached prefix behind it")
+        logger.info("ready: %s, %s", self.served_models[0], described(ready.info))
+
+    def _text_tools(self, ready: Ready) -> tuple[PromptRenderer, TokenText]:
+        """The tokenizer's tools, kept from the last life where they are the same: making them takes a moment."""
+        if self._tools is None or self._tools[0].bundle != ready.tokenizer:
+            renderer = PromptRenderer(ready.tokenizer)
+            self._tools = (renderer, TokenText(renderer.tokenizer))
+            if renderer.changes_every_second:
+                logger.warning("the chat template prints the time of day, so chats share no cached prefix behind it")
+        return self._tools
 
     def _on_step(self, step: Step) -> None:
         self.metrics.step(step)
@@ -145,6 +137,16 @@ class Worker:
     def _on_lost(self) -> None:
         self._loaded = None
         self.metrics.engine_lost()
+
+
+def described(info: ModelInfo) -> str:
+    """One line about a loaded model."""
+    return (
+        f"{info.architecture} in {info.dtype} on {info.device}, {info.attention_backend} attention, "
+        f"{info.num_threads} thread(s); KV cache of {info.num_blocks} blocks, "
+        f"{info.num_blocks * info.block_size} tokens, {info.num_blocks * info.kv_block_bytes / 2**30:.2f} GiB; "
+        f"sequences up to {info.max_model_len} tokens" + (f"; {info.detail}" if info.detail else "")
+    )
 
 
 def _version() -> str:

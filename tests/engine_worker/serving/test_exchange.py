@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from engine_worker.contract.errors import ApiError
-from engine_worker.core.types import FinishReason, SampledToken, SamplingParams
+from engine_worker.core.types import FinishReason, SampledToken
 from engine_worker.serving import generate, http
 from engine_worker.serving.engine_client import EngineClient
 from engine_worker.serving.generate import Generation
@@ -20,6 +20,7 @@ from engine_worker.serving.metrics import WorkerMetrics
 from engine_worker.serving.prepare import PreparedCall
 from engine_worker.serving.replies import ChatReply
 from engine_worker.serving.token_text import TokenText
+from tests.engine_worker.serving.calls import prepared_call
 from tests.engine_worker.serving.fake_engine import make_tokenizer
 
 TOKENS = TokenText(make_tokenizer())
@@ -152,13 +153,6 @@ class Engine:
         self.client.check_invariants()
 
 
-def prepared(n: int = 1) -> PreparedCall:
-    return PreparedCall(
-        model="m", prompts=([1, 2],), params=(SamplingParams(max_tokens=9),), n=n, stops=(), include_stop=False,
-        skip_special_tokens=True, salt="", num_logprobs=None, stream=True, include_usage=False,
-    )  # fmt: skip
-
-
 async def stream(client: Client, engine: Engine, call: PreparedCall) -> None:
     metrics = WorkerMetrics("m")
     with engine.client.submit(call) as handle, metrics.request(call, 0.0) as request_metrics:
@@ -173,7 +167,7 @@ def sent_text(client: Client) -> bytes:
 async def test_pings_while_the_engine_thinks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generate, "PING_S", 0.01)
     client, engine = Client(part(b"")), Engine()
-    serving = asyncio.create_task(stream(client, engine, prepared()))
+    serving = asyncio.create_task(stream(client, engine, prepared_call()))
     await asyncio.sleep(0)
     engine.tell("r0", "a")
     await client.until_got(b": ping\n\n")
@@ -185,7 +179,7 @@ async def test_pings_while_the_engine_thinks(monkeypatch: pytest.MonkeyPatch) ->
 
 async def test_nothing_is_sent_before_the_first_choice_has_begun() -> None:
     client, engine = Client(part(b"")), Engine()
-    serving = asyncio.create_task(stream(client, engine, prepared(n=2)))
+    serving = asyncio.create_task(stream(client, engine, prepared_call(n=2)))
     await asyncio.sleep(0)
     engine.tell("r1", "b")
     await asyncio.sleep(0)
@@ -203,7 +197,7 @@ async def test_nothing_is_sent_before_the_first_choice_has_begun() -> None:
 
 async def test_an_engine_lost_before_the_first_token_is_a_status() -> None:
     client, engine = Client(part(b"")), Engine()
-    serving = asyncio.create_task(stream(client, engine, prepared()))
+    serving = asyncio.create_task(stream(client, engine, prepared_call()))
     await asyncio.sleep(0)
     engine.client.lose(ApiError(503, "gone"))
     with pytest.raises(ApiError, match="gone"):
@@ -214,7 +208,7 @@ async def test_an_engine_lost_before_the_first_token_is_a_status() -> None:
 
 async def test_an_engine_lost_after_it_is_an_event_behind_all_that_arrived() -> None:
     client, engine = Client(part(b"")), Engine()
-    serving = asyncio.create_task(stream(client, engine, prepared()))
+    serving = asyncio.create_task(stream(client, engine, prepared_call()))
     await asyncio.sleep(0)
     engine.tell("r0", "a")
     await client.until_got(b'"content":"a"')
@@ -229,7 +223,7 @@ async def test_an_engine_lost_after_it_is_an_event_behind_all_that_arrived() -> 
 
 async def test_a_cancelled_stream_cancels_what_still_runs() -> None:
     client, engine = Client(part(b"")), Engine()
-    serving = asyncio.create_task(stream(client, engine, prepared(n=2)))
+    serving = asyncio.create_task(stream(client, engine, prepared_call(n=2)))
     await asyncio.sleep(0)
     engine.tell("r0", "a", FinishReason.LENGTH)
     await client.until_got(b'"length"')

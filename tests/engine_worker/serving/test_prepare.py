@@ -6,6 +6,8 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine_worker.config import EngineConfig
 from engine_worker.contract.errors import ApiError
@@ -274,3 +276,27 @@ def test_a_pool_smaller_than_the_model_limits_the_default_only() -> None:
     assert params.max_tokens == 64 + 1 - len(chat().prompts[0])
     [params] = preparer.chat(json.dumps({**body, "max_tokens": 100}).encode()).params
     assert params.max_tokens == 100  # the scheduler refuses it, and says why
+
+
+FIELDS = [
+    *BAD_VALUES,
+    *("messages", "prompt", "model", "tools", "tool_choice", "logprobs", "top_logprobs", "best_of", "echo"),
+    *("chat_template_kwargs", "reasoning_effort", "continue_final_message", "response_format"),
+]
+anything = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False) | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@given(st.dictionaries(st.sampled_from(FIELDS), anything, max_size=4))
+def test_no_body_fails_in_another_way(fields: dict[str, Any]) -> None:
+    for prepare in (chat, completion):
+        try:
+            call = prepare(**fields)
+        except ApiError as error:
+            assert error.status in (400, 404)  # noqa: PT017
+        else:
+            assert all(params.max_tokens >= 1 for params in call.params)
+            assert 1 <= len(call.prompts) * call.n <= 512

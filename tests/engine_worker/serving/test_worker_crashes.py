@@ -10,6 +10,7 @@ import threading
 from pathlib import Path
 
 import httpx
+import openai
 import pytest
 
 from tests.engine_worker.serving.running_worker import (
@@ -61,6 +62,20 @@ def test_an_engine_killed_under_load() -> None:
         assert after.num_cached_blocks == 0
         assert worker.chat("hello").status_code == 200
         assert worker.ended()["error"] == 3
+
+
+def test_openais_client_sees_a_broken_stream() -> None:
+    """Never an end that looks like a success."""
+    with running_worker() as worker:
+        worker.until_ready()
+        client = openai.OpenAI(base_url=f"http://127.0.0.1:{worker.port}/v1", api_key="x", max_retries=0)
+        stream = client.chat.completions.create(
+            model="fake", messages=LONG["messages"], max_tokens=3000, stream=True, extra_body={"ignore_eos": True}
+        )
+        assert next(stream).choices[0].delta.role == "assistant"
+        os.kill(worker.engine_pid, signal.SIGKILL)
+        with pytest.raises(openai.APIError, match="engine process has ended"):
+            list(stream)
 
 
 def test_a_request_that_kills_its_engine() -> None:
