@@ -19,7 +19,8 @@ from engine_worker.model.backends import make_backend
 from engine_worker.model.checkpoint import LoadedCheckpoint, load_checkpoint
 from engine_worker.model.families import num_layers, refuse_module
 from engine_worker.model.kv_tensors import KVLayout, KVTensors
-from engine_worker.model.memory import num_kv_blocks
+from engine_worker.model.linear import prepack
+from engine_worker.model.memory import format_bytes, num_kv_blocks
 from engine_worker.model.packed_model import PackedModel
 from engine_worker.model.rope import freeze_rope
 from engine_worker.model.runner import ModelRunner
@@ -44,6 +45,9 @@ def load_model(config: EngineConfig, progress: Callable[[str], None]) -> ModelRu
     max_model_len, notes = freeze_rope(module, checkpoint.max_model_len)
     backend = make_backend(config.attention_backend, checkpoint.device)
     details = [*checkpoint.details, *notes]
+    packed = prepack(module)
+    if packed.num_packed:
+        details.append(f"{packed.num_packed} linear layers packed ({format_bytes(packed.packed_bytes)} more)")
     layout = _test(config, checkpoint, backend, max_model_len, details, progress)
 
     block_bytes = layout.block_bytes(config.block_size)

@@ -1,0 +1,121 @@
+"""The demo model in float32: greedy answers equal transformers' own, through the packed linear layers that serve."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from tokenizers import Tokenizer
+
+from engine_worker.config import EngineConfig
+from engine_worker.core.types import FinishReason
+from engine_worker.model import attention
+from engine_worker.model.checkpoint import LoadedCheckpoint, load_checkpoint
+from engine_worker.model.linear import prepack
+from tests.engine_worker.model.serving import Answer, TinyEngine
+from tests.engine_worker.model.test_greedy_equality import MIN_GAP
+
+pytestmark = [pytest.mark.engine, pytest.mark.e2e]
+
+MAX_TOKENS = 20
+BLOCK_SIZE = 4
+PLENTY = 512  # blocks, beyond what any batch here can use
+LOGIT_TOLERANCE = 3e-4
+SYSTEM = (
+    "<|im_start|>system\nYou are a patient guide of a botanical garden. You answer in short sentences and you never "
+    "talk about anything but plants, the weather, and the way to the next greenhouse.<|im_end|>\n"
+)
+QUESTIONS = (
+    "Which of the greenhouses is the warmest?",
+    "Why do leaves turn red in autumn? Explain it as you would to a child of eight years.",
+    "Give me three facts about moss.",
+    "Hello",
+)
+TEXTS = (
+    *(f"{SYSTEM}<|im_start|>user\n{question}<|im_end|>\n<|im_start|>assistant\n" for question in QUESTIONS),
+    "The first rule of gardening is",
+    "def fibonacci(n):\n",
+    "Once upon a time, in a valley that no map shows, there lived a clockmaker who",
+    "1, 2, 4, 8, 16,",
+)
+
+
+@pytest.fixture(scope="module")
+def demo() -> tuple[LoadedCheckpoint, list[list[int]], list[Answer]]:
+    """The checkpoint, the prompts and transformers' answers: made with plain linear layers, before they are packed."""
+    torch.set_num_threads(1)
+    attention.register()
+    checkpoint = load_checkpoint(EngineConfig(model="demo", dtype="float32"), attention.NAME, lambda message: None)
+    tokenizer = Tokenizer.from_str(checkpoint.tokenizer.tokenizer_json)
+    prompts = [tokenizer.encode(text, add_special_tokens=False).ids for text in TEXTS]
+    module = checkpoint.module
+    module.set_attn_implementation("sdpa")
+    expected = [generate(module, prompt) for prompt in prompts]
+    module.set_attn_implementation(attention.NAME)
+    assert prepack(module).num_packed > 200
+    return checkpoint, prompts, expected
+
+
+def generate(module: torch.nn.Module, prompt: list[int]) -> Answer:
+    ids = torch.tensor([prompt])
+    out = module.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        max_new_tokens=MAX_TOKENS,
+        do_sample=False,
+        use_cache=True,
+        eos_token_id=-1,
+        pad_token_id=0,
+        output_logits=True,
+        return_dict_in_generate=True,
+    )
+    return Answer(out.sequences[0, len(prompt) :].tolist(), [row[0].float() for row in out.logits])
+
+
+def assert_equal(answer: Answer, expected: Answer) -> None:
+    """Equal tokens, up to one where the reference is undecided, and close logits up to there."""
+    for i, (ours, theirs) in enumerate(zip(answer.logits, expected.logits, strict=False)):
+        assert float((ours - theirs).abs().max() / theirs.std()) < LOGIT_TOLERANCE
+        if answer.token_ids[i] != expected.token_ids[i]:
+            best, second = theirs.topk(2).values.tolist()
+            assert best - second < MIN_GAP, f"token {i} differs"
+            return
+
+
+@pytest.mark.parametrize(
+    ("batch", "budget", "num_blocks", "victim"),
+    [
+        (1, 16, PLENTY, None),
+        (3, 64, PLENTY, None),
+        (8, 1 << 20, PLENTY, None),
+        (8, 64, 34, None),  # too few blocks: preempted
+        (8, 16, 34, 2),  # and a batch-mate cancelled
+    ],
+    ids=["alone", "three in chunks", "eight at once", "eight, preempted", "eight, preempted, one cancelled"],
+)
+def test_answers_equal_transformers(
+    demo: tuple[LoadedCheckpoint, list[list[int]], list[Answer]],
+    batch: int,
+    budget: int,
+    num_blocks: int,
+    victim: int | None,
+) -> None:
+    checkpoint, prompts, expected = demo
+    engine = TinyEngine(checkpoint.module, num_blocks=num_blocks, block_size=BLOCK_SIZE, budget=budget)
+
+    def cancel(step: int, ids: list[str]) -> None:
+        if victim is not None and step == 9:
+            engine.cancel(ids[victim])
+
+    for warm in (False, True):
+        answers = engine.run(prompts[:batch], MAX_TOKENS, before_step=cancel)
+        for index, (answer, truth) in enumerate(zip(answers, expected, strict=False)):
+            assert_equal(answer, truth)
+            if index == victim:
+                assert answer.finish_reason is None
+            else:
+                assert answer.finish_reason is FinishReason.LENGTH
+                assert len(answer.token_ids) == MAX_TOKENS
+        if warm and num_blocks == PLENTY:
+            assert answers[0].num_cached_tokens == (len(prompts[0]) - 1) // BLOCK_SIZE * BLOCK_SIZE
+        assert engine.kv.num_free_blocks == num_blocks
+    assert (engine.scheduler.stats().num_preemptions > 0) == (num_blocks < PLENTY)
