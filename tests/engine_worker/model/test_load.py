@@ -1,0 +1,133 @@
+"""load_model puts the parts together, and says in one sentence why it can't."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine_worker.config import EngineConfig
+from engine_worker.core.types import BlockId, Request, SamplingParams, Segment, StepPlan
+from engine_worker.model import load, self_test
+from engine_worker.model.errors import ModelError
+from engine_worker.model.load import load_model
+from engine_worker.model.memory import NotEnoughMemory
+from tests.engine_worker.model.tiny_models import tiny_config
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(autouse=True)
+def _keep_threads():  # type: ignore[no-untyped-def]
+    before = torch.get_num_threads()
+    yield
+    torch.set_num_threads(before)
+
+
+def config_for(folder: Path, family: str = "gemma3_text", **changes: object) -> EngineConfig:
+    """Settings for a model that exists as a config.json alone."""
+    tiny_config(family, **changes).save_pretrained(folder)
+    return EngineConfig(
+        model=str(folder), load_format="dummy", dtype="float32", device="cpu", kv_cache_memory=1 << 22, num_threads=1
+    )
+
+
+def test_a_loaded_model_executes_plans(tmp_path: Path) -> None:
+    messages: list[str] = []
+    runner = load_model(config_for(tmp_path), messages.append)
+    info = runner.info
+    assert info.architecture == "Gemma3ForCausalLM"
+    assert (info.num_layers, info.block_size, info.dtype, info.device) == (3, 16, "float32", "cpu")
+    assert (info.attention_backend, info.num_threads, info.max_model_len) == ("cpu", 1, 512)
+    assert info.kv_block_bytes == 16 * 3 * 2 * 8 * 2 * 4
+    assert info.num_blocks == (1 << 22) // info.kv_block_bytes
+    assert "self-test passed" in info.detail
+    assert any("self-test passed" in message for message in messages)
+    assert all("\n" not in message for message in messages)
+
+    request = Request(
+        request_id="r", prompt_ids=(5, 6, 7), params=SamplingParams(max_tokens=1, temperature=0.0), arrival_s=0.0
+    )
+    plan = StepPlan((Segment(request, 0, request.prompt_ids, [BlockId(3)], sample=True),))
+    first = runner.execute(plan).sampled["r"].token_id
+    assert 0 <= first < info.vocab_size
+    assert runner.execute(plan).sampled["r"].token_id == first
+    runner.release("r")
+    runner.check_invariants()
+
+
+def test_the_cache_root_tells_apart_what_must_not_share_blocks(tmp_path: Path) -> None:
+    config = config_for(tmp_path / "a")
+    roots = {
+        "same": load_model(config, lambda _: None).info.cache_root,
+        "again": load_model(config, lambda _: None).info.cache_root,
+        "seed": load_model(replace(config, seed=1), lambda _: None).info.cache_root,
+        "dtype": load_model(replace(config, dtype="bfloat16"), lambda _: None).info.cache_root,
+        "model": load_model(config_for(tmp_path / "b", hidden_size=96), lambda _: None).info.cache_root,
+    }
+    assert roots["same"] == roots["again"]
+    assert len(set(roots.values())) == 4
+    assert all(len(root) == 32 for root in roots.values())
+
+
+def test_frozen_rope_is_part_of_the_cache_root(tmp_path: Path) -> None:
+    """Long and short factors give other keys for the same tokens."""
+    rope = {
+        "rope_type": "longrope",
+        "rope_theta": 10000.0,
+        "short_factor": [1.0] * 4,
+        "long_factor": [4.0] * 4,
+        "original_max_position_embeddings": 64,
+    }
+    config = config_for(tmp_path, "phi3", rope_parameters=rope, original_max_position_embeddings=64)
+    long = load_model(config, lambda _: None).info
+    short = load_model(replace(config, max_model_len=64), lambda _: None).info
+    assert "long factors" in long.detail
+    assert "short factors" in short.detail
+    assert long.cache_root != short.cache_root
+
+
+def test_a_length_that_rope_caps_is_reported_everywhere(tmp_path: Path) -> None:
+    rope = {"rope_type": "dynamic", "rope_theta": 10000.0, "factor": 4.0}
+    runner = load_model(config_for(tmp_path, "llama", rope_parameters=rope), lambda _: None)
+    assert runner.info.max_model_len == runner.tokenizer.max_model_len == 512
+    assert "dynamic RoPE" in runner.info.detail
+
+
+def test_a_model_that_fails_its_self_test_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(self_test, "FLOAT32_LIMIT", 0.0)
+    with pytest.raises(ModelError, match="failed the self-test"):
+        load_model(config_for(tmp_path), lambda _: None)
+
+
+def test_the_self_test_can_be_switched_off_and_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def must_not_run(*_: object) -> None:
+        raise AssertionError("the self-test ran")
+
+    monkeypatch.setattr(load, "run_self_test", must_not_run)
+    runner = load_model(replace(config_for(tmp_path), self_test=False), lambda _: None)
+    assert "self-test switched off" in runner.info.detail
+    assert runner.info.kv_block_bytes == 16 * 3 * 2 * 8 * 2 * 4
+
+
+@pytest.mark.parametrize("family", ["falcon", "bloom", "mamba"])
+def test_refused_families_are_refused_before_their_weights_are_read(family: str, tmp_path: Path) -> None:
+    tiny_config(family).save_pretrained(tmp_path)
+    messages: list[str] = []
+    with pytest.raises(ModelError, match="another engine behind the gateway"):
+        load_model(EngineConfig(model=str(tmp_path), load_format="dummy", num_threads=1), messages.append)
+    assert not any(message.startswith("loading") for message in messages)
+
+
+def test_too_little_memory_for_one_sequence_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(NotEnoughMemory, match="max-model-len"):
+        load_model(replace(config_for(tmp_path), kv_cache_memory=20_000), lambda _: None)
+
+
+def test_unknown_backends_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="auto, reference or cpu"):
+        load_model(replace(config_for(tmp_path), attention_backend="flash"), lambda _: None)
+    runner = load_model(replace(config_for(tmp_path), attention_backend="reference"), lambda _: None)
+    assert runner.info.attention_backend == "reference"
