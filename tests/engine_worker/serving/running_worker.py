@@ -116,10 +116,15 @@ def events(text: str) -> list[Any]:
 
 
 @contextmanager
-def running_worker(*arguments: str, model: str = "fake", env: dict[str, str] | None = None) -> Iterator[RunningWorker]:
+def running_worker(
+    *arguments: str,
+    model: str = "fake",
+    module: str = "tests.engine_worker.serving.fake_worker",
+    env: dict[str, str] | None = None,
+) -> Iterator[RunningWorker]:
     """A worker that has been started, not one that is ready."""
     port = free_port()
-    command = ["-m", "tests.engine_worker.serving.fake_worker", "--model", model, "--port", str(port), *arguments]
+    command = ["-m", module, "--model", model, "--port", str(port), *arguments]
     with python(*command, env=env) as process:
         worker = RunningWorker(process, port)
         try:
