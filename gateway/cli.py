@@ -33,7 +33,10 @@ class UserError(Exception):
 def serve(
     context: typer.Context,
     replica: Annotated[list[str] | None, typer.Option(help="A replica's base URL; repeat it for each.")] = None,
-    policy: Annotated[str | None, typer.Option(help="warm, round_robin or least_loaded.")] = None,
+    policy: Annotated[str | None, typer.Option(help="warm (default), or another rule: a wrong name lists all.")] = None,
+        str | None,
+        typer.Option(help="warm (the default), round_robin, least_loaded or a peer's rule; a wrong name lists all."),
+    ] = None,
     host: Annotated[str | None, typer.Option(help="Address to listen on.")] = None,
     port: Annotated[int | None, typer.Option(help="Port to listen on.")] = None,
     config: Annotated[Path | None, typer.Option(help="A YAML file of settings; flags win over it.")] = None,

@@ -21,6 +21,7 @@ from gateway.replicas.registry import Registry, Replica
 from policies.events import Dispatched, Event, Failed, FailureKind, Finished, FirstToken, StatsReported
 from policies.fleet import FleetState
 from policies.queue import Hold, QueueFull, RequestQueue
+from policies.stateful import observer_of
 from policies.types import Decision, FleetSnapshot, Policy, PrefixChain, ReplicaStatus, RouteRequest
 
 RETRY_AFTER_S = 2.0
@@ -49,7 +50,7 @@ class Lease:
         emit(
             Dispatched(
                 self.dispatched_at, replica.replica_id, self.request_id, chain, decision.matched_tokens,
-                request.streamed,
+                request.streamed, request.session,
             )
         )  # fmt: skip
 
@@ -95,6 +96,7 @@ class Router:
         self.stats = RouterStats()
         self.registry: Registry
         self._metrics = metrics
+        self._observe = observer_of(policy)
         self._rng = random.Random(seed)
         self._ids = itertools.count(1)
         self._hold = hold
@@ -103,8 +105,10 @@ class Router:
         self._timer: asyncio.TimerHandle | None = None
 
     def emit(self, event: Event) -> None:
-        """Apply what happened to the fleet."""
+        """Apply what happened to the fleet, and tell the policy if it remembers."""
         self.fleet.apply(event)
+        if self._observe is not None:
+            self._observe(event)
         if isinstance(event, Dispatched):
             self.stats.num_in_flight += 1
         elif isinstance(event, Finished | Failed):

@@ -59,6 +59,7 @@ class Dispatched:
     chain: PrefixChain
     matched_tokens: int
     streamed: bool = True
+    session: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

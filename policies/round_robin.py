@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import random
 
+from policies.decide import decision
 from policies.types import Decision, FleetSnapshot, RouteRequest
-from policies.warm import own_prefill_s
 
 
 class RoundRobin:
@@ -14,12 +14,4 @@ class RoundRobin:
     name = "round_robin"
 
     def choose(self, request: RouteRequest, fleet: FleetSnapshot, rng: random.Random) -> Decision:
-        chosen = fleet.replicas[fleet.sequence % len(fleet.replicas)]
-        return Decision(
-            replica_id=chosen.replica_id,
-            policy=self.name,
-            reason="only_replica" if len(fleet.replicas) == 1 else "turn",
-            matched_tokens=chosen.matched_tokens,
-            num_tokens=chosen.num_tokens,
-            expected_ttft_s=chosen.queued_prefill_s + own_prefill_s(chosen),
-        )
+        return decision(self.name, fleet.replicas[fleet.sequence % len(fleet.replicas)], fleet, "turn")

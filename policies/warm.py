@@ -19,6 +19,7 @@ from __future__ import annotations
 
 import random
 
+from policies.decide import own_prefill_s, reason_of
 from policies.types import Decision, FleetSnapshot, ReplicaView, RouteRequest, Score
 
 TIE_SHARE = 0.05
@@ -72,18 +73,3 @@ class Warm:
             "decode": decode,
         }
         return Score(view.replica_id, total, terms)
-
-
-def own_prefill_s(view: ReplicaView) -> float:
-    """Seconds that this request's own uncached tokens take on the replica."""
-    return view.rates.prefill_s(view.num_tokens - view.matched_tokens, view.matched_tokens)
-
-
-def reason_of(chosen: ReplicaView, fleet: FleetSnapshot) -> str:
-    """The label every policy gives its decision, by what it means for the cache."""
-    if len(fleet.replicas) == 1:
-        return "only_replica"
-    longest = max(view.matched_tokens for view in fleet.replicas)
-    if not longest:
-        return "cold"
-    return "warm" if chosen.matched_tokens == longest else "balance"
