@@ -99,7 +99,7 @@ def load_checkpoint(
     if not is_dummy:
         check_room_for_weights(headers, dtype, device, source.name)
     progress(f"loading {source.name} in {dtype_name(dtype)} on {device}")
-    with _no_progress_bars():
+    with _quiet_transformers():
         if is_dummy:
             module = dummy.build(hf_config, dtype, device, attn_implementation, config.seed, config.trust_remote_code)
         else:
@@ -186,6 +186,7 @@ def _load_weights(
             local_files_only=True,
             trust_remote_code=trust_remote_code,
             output_loading_info=True,
+            ignore_mismatched_sizes=True,  # they are refused below, by name
             **placement,
         )
     except torch.cuda.OutOfMemoryError as error:
@@ -204,7 +205,7 @@ def _check_complete(name: str, info: dict[str, Any]) -> None:
     ):
         found = info.get(kind)
         if found:
-            first = sorted(str(item) for item in found)[0]
+            first = min(str(item[0] if isinstance(item, tuple) else item) for item in found)
             raise ModelError(f"{name} {sentence} ({len(found)} of them, such as {first}). Download it again.")
 
 
@@ -224,13 +225,16 @@ def _fingerprint(folder: Path, config: EngineConfig, headers: list[Any]) -> byte
 
 
 @contextlib.contextmanager
-def _no_progress_bars() -> Iterator[None]:
+def _quiet_transformers() -> Iterator[None]:
+    """No progress bars and no tables of weights on the terminal: what matters of them becomes a sentence here."""
     from transformers.utils import logging
 
-    was_on = logging.is_progress_bar_enabled()
+    was_on, verbosity = logging.is_progress_bar_enabled(), logging.get_verbosity()
     logging.disable_progress_bar()
+    logging.set_verbosity_error()
     try:
         yield
     finally:
+        logging.set_verbosity(verbosity)
         if was_on:
             logging.enable_progress_bar()

@@ -50,7 +50,9 @@ def resolve(model: str, *, with_weights: bool, trust_remote_code: bool, progress
     if path.is_file():
         raise ModelError(f"{model} is a file, and not a .gguf file. Name a folder, a .gguf file or a hub id.")
     if _looks_like_a_path(model):
-        raise ModelError(f"There is no folder or .gguf file {model}. Name an existing one, a hub id, or demo.")
+        raise ModelError(
+            f"There is no folder or .gguf file {model}. Name an existing one, a hub id (owner/name), or demo."
+        )
     return _from_hub(model, with_weights=with_weights, trust_remote_code=trust_remote_code, progress=progress)
 
 
@@ -89,6 +91,7 @@ def _check_folder(folder: Path, *, with_weights: bool) -> None:
         if ggufs:
             raise ModelError(f"{folder} has no config.json but GGUF files. Name one of them, such as {ggufs[0]}.")
         raise ModelError(f"{folder} has no config.json, so it is not a model folder.")
+    read_json(folder / "config.json")
     if not with_weights or any(folder.glob("*.safetensors")):
         return
     if any(next(folder.glob(pattern), None) for pattern in _PICKLES):
@@ -100,16 +103,17 @@ def _check_folder(folder: Path, *, with_weights: bool) -> None:
 
 
 def _looks_like_a_path(model: str) -> bool:
-    return model.startswith((".", "/", "~")) or (model.count("/") != 1 and not model.endswith(".gguf"))
+    """Neither owner/name nor owner/name/file.gguf?"""
+    if model.startswith((".", "/", "~")):
+        return True
+    return model.count("/") < 2 if model.endswith(".gguf") else model.count("/") != 1
 
 
 def _from_hub(model: str, *, with_weights: bool, trust_remote_code: bool, progress: Progress) -> Source:
     name, _, revision = model.partition("@")
     if name.endswith(".gguf"):
-        owner, repo, *rest = name.split("/", 2)
-        if not rest:
-            raise ModelError(f"There is no file {name}. A GGUF file on the hub is named owner/name/file.gguf.")
-        path = _fetch(f"{owner}/{repo}", revision, progress, file=rest[0])
+        owner, repo, file = name.split("/", 2)
+        path = _fetch(f"{owner}/{repo}", revision, progress, file=file)
         return _from_gguf(path, path.stem, progress)
     patterns = [*_CONFIG_FILES, *(_WEIGHT_FILES if with_weights else ()), *(["*.py"] if trust_remote_code else ())]
     folder = _fetch(name, revision, progress, patterns=patterns)

@@ -6,7 +6,6 @@ weights on the same kind of device.
 
 from __future__ import annotations
 
-import json
 from typing import Any
 
 import torch
@@ -79,5 +78,4 @@ def stand_in_tokenizer(text_config: Any, max_model_len: int) -> TokenizerBundle:
     tokenizer.decoder = decoders.ByteLevel()
     tokenizer.add_special_tokens([AddedToken(name, special=True, normalized=False) for name in _SPECIALS])
     specials = {"unk_token": _SPECIALS[0], "bos_token": _SPECIALS[1], "eos_token": _SPECIALS[2]}
-    text = json.dumps(json.loads(tokenizer.to_str()), ensure_ascii=False)
-    return make_bundle(text, _CHAT_TEMPLATE, specials, max_model_len)
+    return make_bundle(tokenizer.to_str(), _CHAT_TEMPLATE, specials, max_model_len)

@@ -25,12 +25,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine_worker.model.memory import available_bytes
+from engine_worker.model.threads import workers_on_machine
 
 MIN_PACKED_ROWS = 2
 MAX_PACKED_ROWS = 127
 _PACK_FOR_ROWS = 16  # the batch size oneDNN lays the weight out for; it serves the others nearly as well
 _MIN_ELEMENTS = 1 << 15  # below it the call costs more than the product
-_MEMORY_SHARE = 0.25  # of what is free, for the packed copies
+_MEMORY_SHARE = 0.25  # of what is free, for the packed copies of all workers on the machine
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,9 +69,9 @@ class PackedLinear(nn.Module):
 def prepack(module: nn.Module, max_bytes: int | None = None) -> PrepackReport:
     """Swap the float32 CPU nn.Linear layers of `module`, in place, for PackedLinear where that pays.
 
-    The copies take at most `max_bytes`, by default a quarter of the memory that is free; the largest layers come first.
-    Anything that is not exactly nn.Linear (quantized layers, fused experts) is left alone. The module must not be
-    trained or have its weights replaced afterwards: the packed copies would not follow.
+    The copies take at most `max_bytes`, by default this worker's share of a quarter of the memory that is free; the
+    largest layers come first. Anything that is not exactly nn.Linear (quantized layers, fused experts) is left alone.
+    The module's weights must not change afterwards: the packed copies would not follow.
     """
     places: dict[nn.Linear, list[tuple[nn.Module, str]]] = {}
     for parent in module.modules():
@@ -79,7 +80,7 @@ def prepack(module: nn.Module, max_bytes: int | None = None) -> PrepackReport:
                 places.setdefault(child, []).append((parent, name))
     if not places or not is_available():
         return PrepackReport(0, 0, 0)
-    budget = int(available_bytes(torch.device("cpu")) * _MEMORY_SHARE) if max_bytes is None else max_bytes
+    budget = _default_budget() if max_bytes is None else max_bytes
     taken = num_packed = 0
     for linear in sorted(places, key=lambda linear: linear.weight.numel(), reverse=True):
         size = linear.weight.numel() * linear.weight.element_size()
@@ -104,6 +105,10 @@ def is_available() -> bool:
     except (AttributeError, RuntimeError, TypeError):
         return False
     return torch.allclose(result, F.linear(x, weight, bias), rtol=1e-5, atol=1e-5)
+
+
+def _default_budget() -> int:
+    return int(available_bytes(torch.device("cpu")) * _MEMORY_SHARE / workers_on_machine())
 
 
 def _pays(linear: nn.Linear) -> bool:
