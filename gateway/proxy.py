@@ -32,8 +32,9 @@ from gateway.router import Lease, Router
 from gateway.upstream import Upstream, UpstreamError
 from policies.events import FailureKind
 from policies.retry import GiveUp, Outcome, Retry, allows_retry, next_step
-from policies.types import RouteRequest
+from policies.types import ReplicaStatus, RouteRequest
 
+_GONE = (FailureKind.CONNECT, FailureKind.BROKEN)
 _BYTES_PER_TOKEN = 4  # an estimate, for requests that have no chain
 
 
@@ -107,7 +108,7 @@ class Proxy:
                 if failure is None:
                     return
                 route = replace(route, excluded=route.excluded | {lease.replica.replica_id})
-                step = self._next_step(failure, attempt, route)
+                step = self._next_step(failure, attempt, route, lease.replica)
                 if isinstance(step, GiveUp):
                     return await self._give_up(exchange, failure, step)
                 self._num_retrying += attempt == 1
@@ -120,10 +121,15 @@ class Proxy:
     async def _place(self, route: RouteRequest, exchange: Exchange) -> Lease:
         return await self._router.place(route, exchange.guard.remaining_s)
 
-    def _next_step(self, failure: Failure, attempt: int, route: RouteRequest) -> Retry | GiveUp:
-        """policies/retry.py decides; here it is told what is left, and held to the fleet-wide budget."""
+    def _next_step(self, failure: Failure, attempt: int, route: RouteRequest, replica: Replica) -> Retry | GiveUp:
+        """policies/retry.py decides; here it is told what is left.
+
+        The fleet-wide budget keeps refusals and timeouts of an overloaded fleet from doubling its load. It doesn't
+        count where a replica is gone: what waited there is moved once, and loads the others as it would have anyway.
+        """
         num_left = 0 if failure.final else self._router.num_candidates(route)
-        if not allows_retry(self._router.stats.num_in_flight, self._num_retrying):
+        is_gone = failure.kind in _GONE or replica.status is not ReplicaStatus.READY
+        if not is_gone and not allows_retry(self._router.stats.num_in_flight, self._num_retrying):
             num_left = 0
         outcome = Outcome(failure.kind, False, failure.upstream_status, failure.retry_after_s)
         return next_step(outcome, attempt, num_left)

@@ -4,17 +4,20 @@ from the fleet's state at the moment of the scrape, so they can't drift from it.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
+from typing import TypeVar
 
 from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
 from prometheus_client.metrics_core import GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.observe.record import RequestRecord
+from gateway.observe.record import EndState, RequestRecord
 from policies.types import ReplicaStatus
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+_Metric = TypeVar("_Metric", Counter, Histogram)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _SHORT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0)
 _ROUTE_SECONDS = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5)
@@ -67,7 +70,7 @@ class Metrics:
         return generate_latest(self.registry)
 
     def decided(self, policy: str, reason: str) -> None:
-        self._decisions.labels(policy, reason).inc()
+        _child(self._decisions, policy, reason).inc()
 
     def failed_over(self, kind: str) -> None:
         self._failovers.labels(kind).inc()
@@ -83,13 +86,14 @@ class Metrics:
         assert record.end is not None
         assert record.ended_at is not None
         model = record.model
-        self._requests.labels(record.endpoint, model, str(record.status), record.end.value).inc()
+        _child(self._requests, record.endpoint, model, str(record.status), record.end.value).inc()
         if record.placed_at is not None:
             self._queue_wait.observe(record.placed_at - record.started_at)
-        if (ttft_s := record.ttft_s) is None:
+        if (ttft_s := record.ttft_s) is not None:
+            _child(self._ttft, model).observe(ttft_s)
+        if record.end is not EndState.COMPLETED:
             return
-        self._ttft.labels(model).observe(ttft_s)
-        self._duration.labels(model).observe(record.ended_at - record.started_at)
+        _child(self._duration, model).observe(record.ended_at - record.started_at)
         for counter, value in (
             (self._prompt_tokens, record.prompt_tokens),
             (self._output_tokens, record.output_tokens),
@@ -97,13 +101,19 @@ class Metrics:
             (self._cached, record.cached_tokens),
         ):
             if value:
-                counter.labels(model).inc(value)
+                _child(counter, model).inc(value)
 
     def _counter(self, name: str, text: str, *labels: str) -> Counter:
         return Counter(f"warmgate_{name}", text, labels, registry=self.registry)
 
     def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
         return Histogram(f"warmgate_{name}", text, labels, buckets=buckets, registry=self.registry)
+
+
+@functools.lru_cache(maxsize=4096)
+def _child(metric: _Metric, *labels: str) -> _Metric:
+    """`metric.labels(...)`, which formats and locks at each call."""
+    return metric.labels(*labels)
 
 
 class _GaugeCollector(Collector):

@@ -21,6 +21,7 @@ from typing import Any
 import msgspec
 
 _BOUNDARY = re.compile(rb"(?:\r\n|\n|\r(?!\n))(?:\r\n|\n|\r(?!\n))")
+_SPECIAL = re.compile(rb'"finish_reason":\s*+(?!null)|"usage":\s*+(?!null)|"error"|\[DONE\]')
 _LINE_END = re.compile(rb"\r\n|\n|\r")
 
 
@@ -119,9 +120,7 @@ class StreamScanner:
             if not chunk:
                 return b""
         if _is_plain(chunk) and not self._held:
-            self.num_events += chunk.count(b"\ndata:") + chunk.startswith(b"data:")
-            if b"\r" in chunk:
-                self.num_events += chunk.count(b"\rdata:")
+            self.num_events += _num_events(chunk)
             return chunk
         return self._look(chunk)
 
@@ -166,7 +165,10 @@ class StreamScanner:
     def _look(self, chunk: bytes) -> bytes:
         """Decode the events of a chunk that holds more than content; returns what of it may be relayed."""
         cut = len(chunk)
-        for start, data in _events(chunk):
+        special = _SPECIAL.search(chunk)
+        skip = max(0, _last_boundary(chunk[: special.start()])) if special else 0
+        self.num_events += _num_events(chunk[:skip])
+        for start, data in _events(chunk, skip):
             self.num_events += 1
             if data == b"[DONE]":
                 if not self.finished and self.error is None:
@@ -220,10 +222,16 @@ def _last_boundary(data: bytes) -> int:
     return end
 
 
-def _events(chunk: bytes) -> Iterator[tuple[int, bytes]]:
-    """Each data event's offset in the chunk and its data (lines of one event joined by LF, as SSE's rules say)."""
+def _num_events(chunk: bytes) -> int:
+    """Data events in a chunk that starts at an event's start, by their first lines."""
+    count = chunk.count(b"\ndata:") + chunk.startswith(b"data:")
+    return count + chunk.count(b"\rdata:") if b"\r" in chunk else count
+
+
+def _events(chunk: bytes, start: int) -> Iterator[tuple[int, bytes]]:
+    """Each data event's offset in the chunk, from `start` on, and its data (lines joined by LF, as SSE's rules say)."""
     lines: list[bytes] = []
-    event_start = start = 0
+    event_start = start
     while start < len(chunk):
         end_match = _LINE_END.search(chunk, start)
         end, after = end_match.span() if end_match else (len(chunk), len(chunk))
