@@ -24,6 +24,8 @@ from engine_worker.core.block_pool import BlockPool, Registered
 from engine_worker.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored, KVEvent
 from engine_worker.core.types import BlockHash, BlockId, Request
 
+BlockTokens = tuple[int, ...]  # a block's token ids, in order
+
 
 @dataclass(slots=True)
 class _Chain:
@@ -100,12 +102,15 @@ class KVCacheManager:
         if not self.enable_prefix_caching:
             return hit
         chain = self._chain(request)
+        hashes, token_ids, parent = chain.hashes, chain.token_ids, chain.root
         for i in range((request.num_tokens - 1) // self.block_size):
-            self._extend(chain, request, i + 1)
-            block_id = self._pool.find(chain.hashes[i], chain.parent(i), chain.token_ids[i])
+            if i == len(hashes):
+                self._extend(chain, request, i + 1)
+            block_id = self._pool.find(hashes[i], parent, token_ids[i])
             if block_id is None:
                 break
             hit.append(block_id)
+            parent = hashes[i]
         return hit
 
     def num_blocks_missing(self, request: Request, hit: list[BlockId]) -> int:
@@ -183,15 +188,27 @@ class KVCacheManager:
     def _chain(self, request: Request) -> _Chain:
         chain = self._chains.get(request.request_id)
         if chain is None:
-            chain = _Chain(block_pool.root_hash(self._cache_root, request.salt), [], [])
-            self._chains[request.request_id] = chain
+            root = block_pool.root_hash(self._cache_root, request.salt)
+            chain = self._chains[request.request_id] = _Chain(root, *self.known_names(request))
         return chain
+
+    def known_names(self, request: Request) -> tuple[list[BlockHash], list[BlockTokens]]:
+        """Hashes and token ids of the request's first full blocks, as far as they are known without hashing: none.
+
+        A driver whose requests have no real tokens overrides this and `name_block`.
+        """
+        return [], []
+
+    def name_block(self, request: Request, index: int, parent: BlockHash) -> tuple[BlockHash, BlockTokens]:
+        """Hash and token ids of the request's full block number `index` behind `parent`."""
+        token_ids = request.token_ids(index * self.block_size, (index + 1) * self.block_size)
+        return block_pool.hash_block(parent, token_ids), token_ids
 
     def _extend(self, chain: _Chain, request: Request, num_blocks: int) -> None:
         """Names the request's first `num_blocks` full blocks, as far as they have no name yet."""
         for i in range(len(chain.hashes), num_blocks):
-            token_ids = tuple(request.token_ids(i * self.block_size, (i + 1) * self.block_size))
-            chain.hashes.append(block_pool.hash_block(chain.parent(i), token_ids))
+            block_hash, token_ids = self.name_block(request, i, chain.parent(i))
+            chain.hashes.append(block_hash)
             chain.token_ids.append(token_ids)
 
     def _register(self, chain: _Chain, request: Request, num_full: int) -> None:

@@ -58,7 +58,7 @@ class _Step:
 
     def add(self, request: Request, end: int) -> None:
         start = request.num_computed
-        token_ids = tuple(request.token_ids(start, end))
+        token_ids = request.token_ids(start, end)
         self.segments[request.request_id] = Segment(
             request, start, token_ids, request.block_ids, sample=end == request.num_tokens
         )

@@ -91,14 +91,14 @@ class Request:
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.output_ids)
 
-    def token_ids(self, start: int, end: int) -> list[int]:
+    def token_ids(self, start: int, end: int) -> tuple[int, ...]:
         """Ids of positions start..end-1, prompt first, then output."""
         num_prompt = len(self.prompt_ids)
         if end <= num_prompt:
-            return list(self.prompt_ids[start:end])
+            return self.prompt_ids[start:end]
         if start >= num_prompt:
-            return self.output_ids[start - num_prompt : end - num_prompt]
-        return [*self.prompt_ids[start:], *self.output_ids[: end - num_prompt]]
+            return tuple(self.output_ids[start - num_prompt : end - num_prompt])
+        return (*self.prompt_ids[start:], *self.output_ids[: end - num_prompt])
 
 
 @dataclass(frozen=True, slots=True)
