@@ -13,7 +13,7 @@ from engine_worker.core import events as core
 from engine_worker.core.types import BlockHash
 from engine_worker.serving.kv_publisher import KVPublisher, to_wire
 
-HANG_MS = 20_000
+HANG_MS = 60_000
 
 
 def stored(n: int, parent: bytes | None = None, salt: str = "") -> core.BlocksStored:
@@ -47,17 +47,17 @@ def received(socket: zmq.Socket[bytes]) -> list[bytes]:
 
 def replay(context: zmq.Context[zmq.Socket[bytes]], endpoint: str, first: int) -> dict[int, bytes]:
     """Everything that a replay from `first` brings."""
-    socket = context.socket(zmq.DEALER)
-    socket.connect(endpoint)
-    socket.send_multipart([b"", wire.encode_sequence(first)])
     batches: dict[int, bytes] = {}
-    while True:
-        delimiter, topic, sequence, payload = received(socket)
-        assert (delimiter, topic) == (b"", b"")
-        if sequence == wire.END_OF_REPLAY:
-            assert payload == b""
-            return batches
-        batches[int.from_bytes(sequence, "big")] = payload
+    with context.socket(zmq.DEALER) as socket:
+        socket.connect(endpoint)
+        socket.send_multipart([b"", wire.encode_sequence(first)])
+        while True:
+            delimiter, topic, sequence, payload = received(socket)
+            assert (delimiter, topic) == (b"", b"")
+            if sequence == wire.END_OF_REPLAY:
+                assert payload == b""
+                return batches
+            batches[int.from_bytes(sequence, "big")] = payload
 
 
 def published(context: zmq.Context[zmq.Socket[bytes]], publisher: KVPublisher, num_batches: int) -> dict[int, bytes]:
