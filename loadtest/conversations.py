@@ -32,10 +32,10 @@ class Shape:
     num_conversations: int = 8
     num_turns: int = 4
     system_words: int = 850
-    document_words: int = 350
+    document_words: int = 320
     question_words: int = 40
-    answer_tokens: int = 16
-    concurrency: int = 2
+    answer_tokens: int = 12
+    concurrency: int = 4
     seed: int = 7
 
 

@@ -33,7 +33,7 @@ def main(arguments: list[str] | None = None) -> int:
     shape = Shape(
         num_conversations=options.conversations,
         num_turns=options.turns,
-        concurrency=options.concurrency or options.workers,
+        concurrency=options.concurrency or 2 * options.workers,
         seed=options.seed,
     )
     script = write_script(shape)
@@ -47,7 +47,7 @@ def main(arguments: list[str] | None = None) -> int:
             print(problem, file=sys.stderr)
             return 1
     summaries = {policy: summarize(runs) for policy, runs in records.items()}
-    console.print(table(summaries[BASELINE], summaries[OURS]))
+    console.print(table(summaries[BASELINE], summaries[OURS], options.workers))
     console.print(describe(shape, options.workers, summaries[OURS]))
     if options.out:
         raw = {policy: [asdict(record) for record in runs] for policy, runs in records.items()}
@@ -60,12 +60,12 @@ def main(arguments: list[str] | None = None) -> int:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="warmgate demo", description=__doc__.split("\n")[0])
-    parser.add_argument("--conversations", type=int, default=Shape.num_conversations)
-    parser.add_argument("--turns", type=int, default=Shape.num_turns)
+    parser.add_argument("--conversations", type=int, default=Shape().num_conversations)
+    parser.add_argument("--turns", type=int, default=Shape().num_turns)
     parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--concurrency", type=int, default=0, help="users at once (default: one a worker)")
+    parser.add_argument("--concurrency", type=int, default=0, help="users at once (default: two a worker)")
     parser.add_argument("--model", default="demo")
-    parser.add_argument("--seed", type=int, default=Shape.seed)
+    parser.add_argument("--seed", type=int, default=Shape().seed)
     parser.add_argument("--out", type=Path, help="write every request's raw record as JSON")
     return parser
 
@@ -85,7 +85,7 @@ async def _run(fleet: Fleet, script: Script, shape: Shape, console: Console) -> 
             return await play(script, shape, ask, progress)
 
 
-def table(baseline: Summary, ours: Summary) -> Table:
+def table(baseline: Summary, ours: Summary, num_workers: int) -> Table:
     """The comparison. A ratio is the better side over the worse one, so that more is better in every row."""
     shown = Table(title="The same conversations, fresh caches each")
     shown.add_column("")
@@ -98,7 +98,7 @@ def table(baseline: Summary, ours: Summary) -> Table:
     shown.add_row("cached-token share", f"{before:.1%}", f"{after:.1%}", _ratio(after, before))
     before, after = 1 - baseline.cached_share, 1 - ours.cached_share
     shown.add_row("prompt tokens computed", f"{before:.1%}", f"{after:.1%}", _ratio(before, after))
-    shown.add_row("requests a replica", _spread(baseline), _spread(ours), "")
+    shown.add_row("requests a replica", _spread(baseline, num_workers), _spread(ours, num_workers), "")
     shown.add_row(
         "whole run",
         f"{baseline.duration_s:.0f} s",
@@ -120,8 +120,9 @@ def _ratio(numerator: float, denominator: float) -> str:
     return f"{numerator / denominator:.2f}x" if denominator else "-"
 
 
-def _spread(summary: Summary) -> str:
-    return " / ".join(str(count) for count in summary.requests_per_replica.values())
+def _spread(summary: Summary, num_workers: int) -> str:
+    counts = list(summary.requests_per_replica.values())
+    return " / ".join(map(str, [*counts, *[0] * (num_workers - len(counts))]))
 
 
 if __name__ == "__main__":

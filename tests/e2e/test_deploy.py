@@ -117,12 +117,12 @@ class Fleet:
 @pytest.fixture(scope="module")
 def fleet(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Fleet]:
     """Every service that we build, with the command and environment that its container would get."""
-    first = free_ports(2 * len(OURS))
+    first = free_ports(3 * len(OURS))  # KV events take two ports
     ports = {name: first + index for index, name in enumerate(OURS)}
     running: dict[str, Process] = {}
     try:
         for index, name in enumerate(OURS):
-            running[name] = _start(name, ports, events_port=first + len(OURS) + index, home=tmp_path_factory)
+            running[name] = _start(name, ports, events_port=first + len(OURS) + 2 * index, home=tmp_path_factory)
         for name in OURS:
             running[name].until_http(f"http://127.0.0.1:{ports[name]}/health", timeout_s=LOAD_LIMIT_S)
         yield Fleet(running, ports)

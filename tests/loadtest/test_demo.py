@@ -76,6 +76,11 @@ async def test_a_failed_turn_ends_its_conversation_only() -> None:
     assert Counter(r.conversation for r in records) == {0: 3, 1: 3, 2: 1, 3: 3, 4: 3}
 
 
+def test_the_options_default_to_the_shape() -> None:
+    options = demo._parser().parse_args([])
+    assert (options.conversations, options.turns, options.seed) == (8, 4, Shape().seed)
+
+
 def test_percentiles_are_values_that_occurred() -> None:
     values = [float(v) for v in range(1, 21)]
     assert [percentile(values, share) for share in (0.5, 0.95, 1.0)] == [10, 19, 20]
@@ -103,13 +108,14 @@ def test_the_tables_render(capsys: pytest.CaptureFixture[str]) -> None:
     slow = summarize([record(replica="a", prompt_tokens=100, cached_tokens=20)])
     fast = summarize([record(replica="a", prompt_tokens=100, cached_tokens=80, first_token_at=10.1)])
     console = Console(width=120)
-    console.print(demo.table(slow, fast))
+    console.print(demo.table(slow, fast, num_workers=2))
     console.print(warm_prefix.table([(record(), record(first_token_at=10.1, cached_tokens=900))]))
     shown = capsys.readouterr().out
     assert "500 ms" in shown
     assert "5.00x" in shown
     assert "4.00x" in shown
     assert "5.0x" in shown
+    assert "1 / 0" in shown
 
 
 @pytest.mark.parametrize(
