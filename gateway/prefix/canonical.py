@@ -12,8 +12,24 @@ from typing import Any
 
 import msgspec
 
+from gateway.prefix.keys import pack_ids
+from gateway.prefix.source import PromptSource
+
 _FIELD = "\x1f"
 _RECORD = "\x1e"
+
+
+def canonical_prompt(source: PromptSource) -> tuple[str, bytes | None]:
+    """The kind of prompt (kinds never share a prefix) and its text; None where it is no prompt at all."""
+    if source.messages is not None:
+        return "chat", chat_text(source.messages, source.tools)
+    prompt = source.first_prompt()
+    if isinstance(prompt, str):
+        return "prompt", prompt.encode("utf-8", "surrogatepass")
+    try:
+        return "ids", pack_ids(prompt or ())
+    except (OverflowError, TypeError):
+        return "ids", None
 
 
 def chat_text(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]] | None) -> bytes:

@@ -18,8 +18,8 @@ import msgspec
 
 from engine_worker.contract.prompt import PromptError
 from engine_worker.contract.state import TokenizerBundle
-from gateway.prefix.canonical import chat_text
-from gateway.prefix.keys import pack_ids, text_chain, text_root, token_chain, token_root
+from gateway.prefix.canonical import canonical_prompt
+from gateway.prefix.keys import text_chain, text_root, token_chain, token_root
 from gateway.prefix.source import PromptSource
 from gateway.prefix.vocabulary import Vocabulary
 from policies.types import BlockKey, KeySpace, PrefixChain, ReplicaId
@@ -119,20 +119,20 @@ class PrefixService:
         """
         wanted = [self._spaces[key_space] for key_space in spaces if key_space in self._spaces]
         packed: dict[str, bytes | None] = {}
-        text: bytes | None = None
+        for tokenizer in {space.tokenizer for space in wanted if space.tokenizer}:
+            packed[tokenizer] = await self._packed_ids(tokenizer, source)
+        kind, text = canonical_prompt(source) if any(not space.tokenizer for space in wanted) else ("", None)
         result: dict[KeySpace, PrefixChain] = {}
         for space in wanted:
-            if space.tokenizer:
-                if space.tokenizer not in packed:
-                    packed[space.tokenizer] = await self._packed_ids(space.tokenizer, source)
-                ids = packed[space.tokenizer]
-                if ids is not None:
-                    root = space.root(source.adapter, source.salt)
-                    result[space.key_space] = token_chain(root, ids, space.block_tokens)
+            data = packed[space.tokenizer] if space.tokenizer else text
+            if data is None:
                 continue
-            kind, text = _canonical(source) if text is None else (_kind(source), text)
-            root = text_root(kind, space.model, source.adapter, source.salt)
-            result[space.key_space] = text_chain(root, text, space.block_tokens)
+            if space.tokenizer:
+                root = space.root(source.adapter, source.salt)
+                result[space.key_space] = token_chain(root, data, space.block_tokens)
+            else:
+                root = text_root(kind, space.model, source.adapter, source.salt)
+                result[space.key_space] = text_chain(root, data, space.block_tokens)
         return result
 
     def stats(self) -> PrefixStats:
@@ -198,19 +198,3 @@ def bundle_digest(bundle: TokenizerBundle) -> str:
     """Names everything in a bundle that decides ids: tokenizer, template, special tokens and its own fingerprint."""
     fields = (bundle.fingerprint, bundle.tokenizer_json, bundle.chat_template, sorted(bundle.special_tokens.items()))
     return hashlib.sha256(msgspec.msgpack.encode(fields)).hexdigest()
-
-
-def _kind(source: PromptSource) -> str:
-    if source.messages is not None:
-        return "chat"
-    return "prompt" if isinstance(source.first_prompt(), str) else "ids"
-
-
-def _canonical(source: PromptSource) -> tuple[str, bytes]:
-    kind = _kind(source)
-    if source.messages is not None:
-        return kind, chat_text(source.messages, source.tools)
-    prompt = source.first_prompt()
-    if isinstance(prompt, str):
-        return kind, prompt.encode("utf-8", "surrogatepass")
-    return kind, pack_ids(prompt or ())
