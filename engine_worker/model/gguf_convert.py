@@ -24,7 +24,7 @@ from typing import Any
 from engine_worker.model.checkpoint_source import Progress, first_line
 from engine_worker.model.errors import ModelError
 
-CONVERTER_VERSION = 1  # raise it whenever the conversion's result changes
+CONVERTER_VERSION = 2  # raise it whenever the conversion's result changes
 MARKER = "warmgate.json"  # written last, so that its presence means whole
 
 _FULL_HASH_BYTES = 1 << 30  # larger files are hashed in samples
@@ -40,6 +40,9 @@ _END_OF_TURN = frozenset(
     )
 )
 _CONTROL_TOKEN = 3  # GGUF's token type of special tokens
+
+# Pre-tokenizers (tokenizer.ggml.pre) that split digits one by one before GPT-2's expression, which transformers drops.
+_SINGLE_DIGITS = frozenset(["smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"])
 
 
 def cache_dir() -> Path:
@@ -120,16 +123,19 @@ def _convert_into(path: Path, target: Path, progress: Progress) -> str:
 
 def _convert(path: Path, folder: Path, progress: Progress) -> None:
     import torch
+    from gguf import GGUFReader
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     dtype = torch.float32 if path.stat().st_size <= _FLOAT32_MAX_BYTES else torch.bfloat16
     where: dict[str, Any] = {"pretrained_model_name_or_path": str(path.parent), "gguf_file": path.name}
     try:
+        reader = GGUFReader(path)
         tokenizer = AutoTokenizer.from_pretrained(**where)
+        _split_digits(reader, tokenizer)
         tokenizer.save_pretrained(folder)
         progress("converting: the tokenizer is done, now the weights")
         model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype, **_dense())
-        eos_token_ids = _eos_token_ids(path, model.config)
+        eos_token_ids = _eos_token_ids(reader, model.config)
         model.generation_config.eos_token_id = eos_token_ids
         model.save_pretrained(folder)
     except OSError:
@@ -151,11 +157,21 @@ def _dense() -> dict[str, Any]:
     return {"quantization_config": GgufConfig(dequantize=True)}
 
 
-def _eos_token_ids(path: Path, config: Any) -> list[int]:
-    """Every token that ends an answer: the file's EOS, EOT and EOM, and special tokens known to end a turn."""
-    from gguf import GGUFReader
+def _split_digits(reader: Any, tokenizer: Any) -> None:
+    """Give the tokenizer the digit splitting that the file names, if its conversion left it out."""
+    from tokenizers import pre_tokenizers
 
-    reader = GGUFReader(path)
+    field = reader.get_field("tokenizer.ggml.pre")
+    backend = tokenizer.backend_tokenizer
+    if field is None or field.contents() not in _SINGLE_DIGITS:
+        return
+    if isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel):
+        digits = pre_tokenizers.Digits(individual_digits=True)
+        backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
+
+
+def _eos_token_ids(reader: Any, config: Any) -> list[int]:
+    """Every token that ends an answer: the file's EOS, EOT and EOM, and special tokens known to end a turn."""
     found = set()
     for key in ("eos_token_id", "eot_token_id", "eom_token_id"):
         field = reader.get_field(f"tokenizer.ggml.{key}")
