@@ -40,13 +40,16 @@ class Monitor:
         self._watchers: dict[str, _Watcher] = {}
         self._tasks: list[asyncio.Task[None]] = []
 
-    def start(self) -> None:
+    def start(self, client: ControlClient | None = None) -> None:
+        """`client` stands in for the network in tests."""
         settings = self._settings
         secret = settings.secret.get_secret_value() if settings.secret is not None else None
         self._client = httpx.AsyncClient(trust_env=False, follow_redirects=False)
         for replica in self._registry:
-            client = ControlClient(self._client, replica.spec.url, settings.poll_timeout_s, secret, replica.api_key)
-            watcher = _Watcher(settings, self._registry, self._cuts, replica, client)
+            own = client or ControlClient(
+                self._client, replica.spec.url, settings.poll_timeout_s, secret, replica.api_key
+            )
+            watcher = _Watcher(settings, self._registry, self._cuts, replica, own)
             self._watchers[replica.replica_id] = watcher
             self._tasks.append(asyncio.create_task(watcher.run(), name=f"watch {replica.replica_id}"))
 
