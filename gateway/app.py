@@ -28,7 +28,7 @@ from gateway.routes import cold_routes
 from gateway.upstream import Upstream
 from policies.events import FailureKind
 from policies.fleet import FleetState
-from policies.registry import make_policy
+from policies.registry import fleet_config, make_policy
 from policies.types import ReplicaStatus
 
 _SLASHES = re.compile(r"/{2,}")
@@ -55,7 +55,7 @@ class Gateway:
     def __init__(self, settings: GatewaySettings) -> None:
         self.settings = settings
         self.metrics = Metrics(self._gauges)
-        self.fleet = FleetState()
+        self.fleet = FleetState(fleet_config(settings.policy))
         policy = make_policy(settings.policy)
         self.router = Router(self.fleet, policy, self.metrics, settings.seed, hold=getattr(policy, "hold", None))
         self.registry = Registry(settings.replicas, self.router.emit, time.monotonic, self.metrics.replica_restarted)

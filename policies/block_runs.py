@@ -28,10 +28,11 @@ class Hold:
 
     num_blocks     leading blocks held, `num_confirmed` of them known to exist and the others predicted
     num_pins       requests in flight here whose prompt covers the run
+    used_at        when it was last pinned, unpinned or stored
     prev, next     neighbours in one of the replica's two rings: pinned holds, or the others from old to young
     """
 
-    __slots__ = ("next", "num_blocks", "num_confirmed", "num_pins", "prev", "run", "slot")
+    __slots__ = ("next", "num_blocks", "num_confirmed", "num_pins", "prev", "run", "slot", "used_at")
 
     def __init__(self, run: Run, slot: int) -> None:
         self.run = run
@@ -39,6 +40,7 @@ class Hold:
         self.num_blocks = 0
         self.num_confirmed = 0
         self.num_pins = 0
+        self.used_at = 0.0
         self.prev: Hold | None = None
         self.next: Hold | None = None
 
@@ -95,10 +97,11 @@ class Run:
 class RunTable:
     """Every known key in exactly one run. Knows nothing of capacities; prefix_index.py does."""
 
-    __slots__ = ("where",)
+    __slots__ = ("now", "where")
 
     def __init__(self) -> None:
         self.where: dict[BlockKey, Run] = {}
+        self.now = 0.0  # the time of the last event: nothing here has a clock
 
     def __len__(self) -> int:
         return len(self.where)
@@ -188,7 +191,7 @@ class RunTable:
             half = Hold(tail, slot)
             half.num_blocks = max(beyond, 0)
             half.num_confirmed = max(hold.num_confirmed - at, 0)
-            half.num_pins = hold.num_pins
+            half.num_pins, half.used_at = hold.num_pins, hold.used_at
             hold.num_blocks = min(hold.num_blocks, at)
             hold.num_confirmed = min(hold.num_confirmed, at)
             tail.holds[slot] = half
@@ -210,6 +213,7 @@ class RunTable:
         first, second = head.holds[slot], tail.holds[slot]
         first.num_blocks += second.num_blocks
         first.num_confirmed += second.num_confirmed
+        first.used_at = max(first.used_at, second.used_at)
         second.unlink()
         head.keys.extend(tail.keys)
         head.forked = tail.forked

@@ -20,11 +20,10 @@ they are ignored. A second Dispatched for a live lease is a bug of the driver.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from math import ceil
 from typing import Any
 
-from policies.cost import NUM_SCALING, SpeedModel, fleet_rates
+from policies.cost import SpeedModel
 from policies.events import (
     BlocksCleared,
     BlocksRemoved,
@@ -41,22 +40,17 @@ from policies.events import (
     StatsReported,
     StatusChanged,
 )
+from policies.fleet_config import FleetConfig
 from policies.load import Lease, ReplicaLoad
 from policies.prefix_index import PrefixIndex
+from policies.rate_book import RateBook
 from policies.replica import Replica, ReplicaStats
-from policies.types import FleetSnapshot, Rates, ReplicaId, ReplicaStatus, RouteRequest
+from policies.retouch import Retouches
+from policies.types import FleetSnapshot, KeySpace, ReplicaId, ReplicaStatus, RouteRequest
 
 OUTPUT_WEIGHT = 0.05  # of a new request in the mean output
 
-
-@dataclass(frozen=True, slots=True)
-class FleetConfig:
-    """`default_capacity_tokens` sizes the mirror of a replica that does not tell its number of blocks;
-    `prediction_ttl_s` is how long after a request's end a replica's KV events may still confirm its blocks."""
-
-    default_capacity_tokens: int = 262_144
-    prediction_ttl_s: float = 10.0
-    initial_output_tokens: float = 200.0
+__all__ = ["FleetConfig", "FleetState"]
 
 
 class FleetState:
@@ -64,14 +58,15 @@ class FleetState:
 
     def __init__(self, config: FleetConfig | None = None) -> None:
         self._config = config or FleetConfig()
-        self._index = PrefixIndex(prediction_ttl_s=self._config.prediction_ttl_s)
+        self._index = PrefixIndex(prediction_ttl_s=self._config.prediction_ttl_s, learns=self._config.mirror_learns)
+        self._retouches = Retouches()
         self._replicas: dict[ReplicaId, Replica] = {}
         self._order: tuple[Replica, ...] = ()
+        self._candidates: dict[str, tuple[Replica, ...]] = {}  # READY ones by model, as far as asked for
         self._leases: dict[str, Lease] = {}
         self._sequence = 0
         self._last_event_at = 0.0
-        self._num_learned = 0  # observations since all rates were refreshed
-        self._fleet_rates: dict[frozenset[str], Rates | None] = {}
+        self._rates = RateBook()
         self._mean_output_tokens = self._config.initial_output_tokens
         self._handlers: dict[type, Callable[[Any], None]] = {
             Joined: self._joined,
@@ -93,21 +88,37 @@ class FleetState:
 
     def apply(self, event: Event) -> None:
         """Let one thing have happened. Late events are ignored."""
-        self._last_event_at = max(self._last_event_at, event.at)
+        if event.at > self._last_event_at:
+            self._last_event_at = event.at
+            self._index.advance(event.at)
         self._handlers[type(event)](event)
 
     def snapshot(self, request: RouteRequest, now: float) -> FleetSnapshot:
         """The replicas that may take `request` now: READY, serving its model, not excluded; ordered by id."""
         self._index.expire(now)
-        matches = {space: self._index.match(chain.keys) for space, chain in request.chains.items()}
-        views = tuple(
-            replica.view(request, matches.get(replica.key_space), now)
-            for replica in self._order
-            if replica.status is ReplicaStatus.READY
-            and request.model in replica.models
-            and replica.replica_id not in request.excluded
-        )
-        return FleetSnapshot(now, self._sequence, views, self._mean_output_tokens)
+        unknown: tuple[int, dict[ReplicaId, int]] = (request.num_tokens, {})
+        prompts = {space: self._prompt(request, space) for space in request.chains}
+        views = []
+        for replica in self._routable(request.model):
+            if replica.replica_id not in request.excluded:
+                num_tokens, matched = prompts.get(replica.key_space, unknown)
+                views.append(replica.view(num_tokens, matched.get(replica.replica_id, 0), now))
+        return FleetSnapshot(now, self._sequence, tuple(views), self._mean_output_tokens)
+
+    def _prompt(self, request: RouteRequest, space: KeySpace) -> tuple[int, dict[ReplicaId, int]]:
+        """The prompt's tokens as `space` counts them, and those that each replica holds (all but the last at most)."""
+        chain = request.chains[space]
+        most = max(chain.num_tokens - 1, 0)
+        matched = self._index.match(chain.keys)
+        return chain.num_tokens, {r: min(n * chain.block_tokens, most) for r, n in matched.items()}
+
+    def _routable(self, model: str) -> tuple[Replica, ...]:
+        found = self._candidates.get(model)
+        if found is None:
+            found = tuple(r for r in self._order if r.status is ReplicaStatus.READY and model in r.models)
+            if found:  # a name that nobody serves is not kept: clients choose it
+                self._candidates[model] = found
+        return found
 
     def replica_ids(self) -> tuple[ReplicaId, ...]:
         return tuple(replica.replica_id for replica in self._order)
@@ -124,6 +135,9 @@ class FleetState:
 
     def check_invariants(self) -> None:
         self._index.check_invariants()
+        self._retouches.check_invariants()
+        for model, found in self._candidates.items():
+            assert found == tuple(r for r in self._order if r.status is ReplicaStatus.READY and model in r.models)
         on_replicas: dict[str, Lease] = {}
         for replica in self._order:
             replica.load.check_invariants()
@@ -136,11 +150,12 @@ class FleetState:
     # Replicas come and go
 
     def _joined(self, event: Joined) -> None:
+        self._candidates.clear()
         known = self._replicas.get(event.replica_id)
         if known is not None and known.incarnation == event.incarnation and known.key_space == event.key_space:
             known.models, known.status = event.models, event.status
             self._resize(known, event.num_blocks)
-            self._refresh_rates()
+            self._rates.refresh(self._order)
             return
         if known is not None:
             self._purge(known)
@@ -156,15 +171,16 @@ class FleetState:
         self._replicas[event.replica_id] = replica
         self._order = tuple(self._replicas[replica_id] for replica_id in sorted(self._replicas))
         self._mirror(replica)
-        self._refresh_rates()
+        self._rates.refresh(self._order)
 
     def _left(self, event: Left) -> None:
+        self._candidates.clear()
         replica = self._replicas.get(event.replica_id)
         if replica is not None:
             self._purge(replica)
             del self._replicas[event.replica_id]
             self._order = tuple(r for r in self._order if r is not replica)
-            self._refresh_rates()
+            self._rates.refresh(self._order)
 
     def _restarted(self, event: Restarted) -> None:
         replica = self._replicas.get(event.replica_id)
@@ -174,13 +190,15 @@ class FleetState:
         replica.incarnation = event.incarnation
         replica.num_blocks = event.num_blocks or replica.num_blocks
         replica.load = ReplicaLoad(SpeedModel())
+        replica.eviction_s = 0.0
         self._mirror(replica)
-        self._refresh_rates()
+        self._rates.refresh(self._order)
 
     def _status_changed(self, event: StatusChanged) -> None:
         replica = self._replicas.get(event.replica_id)
         if replica is not None:
             replica.status = event.status
+            self._candidates.clear()
 
     def _purge(self, replica: Replica) -> None:
         for request_id in (*replica.load.waiting, *replica.load.running):
@@ -223,7 +241,10 @@ class FleetState:
         )
         self._leases[event.request_id] = lease
         replica.load.dispatched(lease)
-        self._reserve_output(replica)
+        self._retouches.touched(chain, event.at)
+        if not self._config.mirror_pins:
+            self._index.unpin(event.replica_id, chain.keys, event.at)
+        self._cache_changed(replica)
 
     def _first_token(self, event: FirstToken) -> None:
         lease = self._live_lease(event.request_id, event.replica_id)
@@ -236,7 +257,7 @@ class FleetState:
         self._index.computed(lease.replica_id, lease.chain.keys)
         self._realised(lease, cached_tokens)
         if replica.load.first_token(lease, at, cached_tokens):
-            self._learned(replica)
+            self._rates.learned(replica, self._order)
 
     def _realised(self, lease: Lease, cached_tokens: int | None) -> None:
         if cached_tokens is not None:
@@ -265,19 +286,24 @@ class FleetState:
     def _end(self, lease: Lease, at: float, num_output_tokens: int | None, keep_blocks: int | None) -> None:
         del self._leases[lease.request_id]
         replica = self._replicas[lease.replica_id]
-        self._index.unpin(lease.replica_id, lease.chain.keys, at, keep_blocks)
+        if self._config.mirror_pins:
+            self._index.unpin(lease.replica_id, lease.chain.keys, at, keep_blocks)
         if replica.load.ended(lease, at, num_output_tokens):
-            self._learned(replica)
-        self._reserve_output(replica)
+            self._rates.learned(replica, self._order)
+        self._cache_changed(replica)
 
     def _live_lease(self, request_id: str, replica_id: ReplicaId) -> Lease | None:
         lease = self._leases.get(request_id)
         return lease if lease is not None and lease.replica_id == replica_id else None
 
-    def _reserve_output(self, replica: Replica) -> None:
-        num_in_flight = len(replica.load.waiting) + len(replica.load.running)
-        per_request = ceil(self._mean_output_tokens / max(replica.block_tokens, 1))
-        self._index.reserve(replica.replica_id, num_in_flight * per_request if replica.num_blocks else 0)
+    def _cache_changed(self, replica: Replica) -> None:
+        """Room for what runs, and what one more token costs in what it pushes out."""
+        if replica.num_blocks and self._config.mirror_outputs:
+            num_in_flight = len(replica.load.waiting) + len(replica.load.running)
+            per_request = ceil(self._mean_output_tokens / max(replica.block_tokens, 1))
+            self._index.reserve(replica.replica_id, num_in_flight * per_request)
+        idle_s = self._index.idle_s(replica.replica_id)
+        replica.eviction_s = 0.0 if idle_s is None else self._retouches.lost_s(idle_s, replica.rates)
 
     # Reports
 
@@ -302,22 +328,3 @@ class FleetState:
     def _feed_lost(self, event: FeedLost) -> None:
         if event.replica_id in self._replicas:
             self._index.lose_feed(event.replica_id)
-
-    def _learned(self, replica: Replica) -> None:
-        """A replica's speed model has moved. Its peers follow at once while it is new to it, later now and then: an
-        observation must not cost in proportion to the fleet."""
-        self._num_learned += 1
-        if replica.load.speed.num_observations <= NUM_SCALING or self._num_learned >= len(self._order):
-            self._refresh_rates()
-        else:
-            replica.rates = replica.load.speed.rates(self._fleet_rates[replica.models])
-
-    def _refresh_rates(self) -> None:
-        """Rates of all replicas: newcomers' follow those of their peers (the replicas of the same models)."""
-        self._num_learned = 0
-        by_models: dict[frozenset[str], list[Replica]] = {}
-        for replica in self._order:
-            by_models.setdefault(replica.models, []).append(replica)
-        self._fleet_rates = {m: fleet_rates([peer.load.speed for peer in peers]) for m, peers in by_models.items()}
-        for replica in self._order:
-            replica.rates = replica.load.speed.rates(self._fleet_rates[replica.models])

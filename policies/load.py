@@ -116,10 +116,20 @@ class ReplicaLoad:
         self._foreign_s = 0.0
         self.foreign_waiting = 0
         self.foreign_running = 0
+        # What a view needs, as of the last refresh; good until something happens here or time `stale_at` comes
+        self.stale_at = -inf
+        self.num_waiting = 0
+        self.num_running = 0
+        self.queued_prefill_tokens = 0
+        self.kv_usage = 0.0
+        self._served_since = 0.0
+        self._head_s = 0.0
+        self._rest_s = 0.0
 
     # Leases
 
     def dispatched(self, lease: Lease) -> None:
+        self.stale_at = -inf
         if not self.waiting:
             self._head_since = lease.dispatched_at
         self.waiting[lease.request_id] = lease
@@ -145,6 +155,7 @@ class ReplicaLoad:
 
     def ended(self, lease: Lease, at: float, num_output_tokens: int | None = None) -> bool:
         """A lease is over; `num_output_tokens` when it finished. True when the speed model learned something."""
+        self.stale_at = -inf
         self._unreported_blocks -= lease.num_blocks * lease.unreported
         if lease.request_id in self.waiting:
             self._leave_waiting(lease, at)
@@ -175,6 +186,7 @@ class ReplicaLoad:
         self.kv_tokens += lease.chain.num_tokens
 
     def _leave_waiting(self, lease: Lease, at: float) -> None:
+        self.stale_at = -inf
         del self.waiting[lease.request_id]
         self._waiting_tokens -= lease.num_uncached_tokens
         self._waiting_s = self._waiting_s - lease.prefill_s if self.waiting else 0.0
@@ -213,6 +225,7 @@ class ReplicaLoad:
         own_in_flight = len(self.waiting) + len(self.running)
         foreign = max(report.num_running + report.num_waiting - own_in_flight, 0)
         self.report = report
+        self.stale_at = -inf
         self.foreign_waiting = min(foreign, max(report.num_waiting - len(self.waiting), 0))
         self.foreign_running = foreign - self.foreign_waiting
         self._foreign_tokens = max((report.queued_prefill_tokens or 0) - self._waiting_tokens, 0)
@@ -227,6 +240,7 @@ class ReplicaLoad:
 
     def _forget_report(self) -> None:
         self.report = None
+        self.stale_at = -inf
         self.foreign_waiting = self.foreign_running = self._foreign_tokens = 0
         self._foreign_s = 0.0
         self._count_unreported(-inf)
@@ -239,26 +253,44 @@ class ReplicaLoad:
             return max(self._head_since, self.report.at + self._foreign_s)
         return self._head_since
 
-    def figures(self, now: float, num_blocks: int) -> LoadFigures:
-        """All that a view needs, in one go: this runs for every replica at every decision."""
+    def refresh(self, now: float, num_blocks: int) -> None:
+        """Bring what a view needs up to `now`, and say until when it holds (but for the clock, queued_prefill_s)."""
         if self.report is not None or self.waiting:
             self.advance(now)
-        left = self._foreign_left(now) if self._foreign_s else 0.0
-        queued_s = self._foreign_s * left
-        if self.waiting:
-            head = next(iter(self.waiting.values())).prefill_s
-            served = max(now - self._service_start(), 0.0)
-            remaining = head - served if served <= head else OVERRUN_SHARE * (served - head)
-            queued_s += max(self._waiting_s - head, 0.0) + remaining
+        left = self._foreign_left(now)
+        self.num_waiting = len(self.waiting) + self.foreign_waiting
+        self.num_running = len(self.running) + self.foreign_running
+        self.queued_prefill_tokens = self._waiting_tokens + int(self._foreign_tokens * left)
         kv_usage = self._unreported_blocks / num_blocks if num_blocks else 0.0
+        self.stale_at = inf
         if self.report is not None:
             kv_usage += self.report.kv_usage
+            self.stale_at = -inf if left else self.report.at + FOREIGN_TTL_S
+        self.kv_usage = min(kv_usage, 1.0)
+        if self.waiting:
+            head = next(iter(self.waiting.values()))
+            self._served_since, self._head_s = self._service_start(), head.prefill_s
+            self._rest_s = max(self._waiting_s - head.prefill_s, 0.0)
+            if not head.streamed:
+                self.stale_at = min(self.stale_at, self._served_since + head.prefill_s)
+
+    def queued_prefill_s(self, now: float) -> float:
+        """The work clock W, after `refresh`."""
+        if not self.waiting:
+            return self._foreign_s * self._foreign_left(now) if self._foreign_s else 0.0
+        served = now - self._served_since
+        if served <= 0.0:
+            remaining = self._head_s
+        else:
+            remaining = self._head_s - served if served <= self._head_s else OVERRUN_SHARE * (served - self._head_s)
+        queued_s = self._rest_s + remaining
+        return queued_s + self._foreign_s * self._foreign_left(now) if self._foreign_s else queued_s
+
+    def figures(self, now: float, num_blocks: int) -> LoadFigures:
+        """All of it at one moment, for metrics."""
+        self.refresh(now, num_blocks)
         return LoadFigures(
-            len(self.waiting) + self.foreign_waiting,
-            len(self.running) + self.foreign_running,
-            self._waiting_tokens + int(self._foreign_tokens * left),
-            queued_s,
-            min(kv_usage, 1.0),
+            self.num_waiting, self.num_running, self.queued_prefill_tokens, self.queued_prefill_s(now), self.kv_usage
         )
 
     def _count_unreported(self, since: float) -> None:

@@ -18,6 +18,7 @@ SHORTFALL_BLOCKS = 4
 FLOOR_KNOWN = 0.5  # of a capacity that the replica told
 FLOOR_GUESSED = 1 / 32
 TRUST_WEIGHT = 0.2
+IDLE_SHARE = 0.1
 AUTHORITATIVE_SLACK = 2.0  # bound on what events may claim, in capacities
 
 
@@ -25,8 +26,10 @@ class Mirror:
     """`lru` and `pinned` are the sentinels of the replica's rings of holds; `lru.next` is the next to evict.
 
     capacity       blocks, as learned; `nominal` as told or guessed (`capacity_known`)
+    learns         whether realised hits change the capacity
     reserved       blocks that the outputs of running requests are thought to take; half the capacity is never theirs
     trust          share of confirmed blocks that came true lately
+    idle_s         how long blocks lay idle that were evicted lately (smoothed over a tenth of the capacity)
     authoritative  its KV events are complete; `feed_lost`: they were, and have a gap
     expiries       (when, prompt): predictions to drop unless confirmed by then
     """
@@ -37,6 +40,8 @@ class Mirror:
         "capacity_known",
         "expiries",
         "feed_lost",
+        "idle_s",
+        "learns",
         "lru",
         "nominal",
         "num_held",
@@ -47,14 +52,16 @@ class Mirror:
         "trust",
     )
 
-    def __init__(self, table: RunTable, slot: int, num_blocks: int, known: bool) -> None:
+    def __init__(self, table: RunTable, slot: int, num_blocks: int, known: bool, learns: bool = True) -> None:
         self.table = table
+        self.learns = learns
         self.slot = slot
         self.lru = Hold.sentinel(slot)
         self.pinned = Hold.sentinel(slot)
         self.num_held = 0
         self.reserved = 0
         self.trust = 1.0
+        self.idle_s: float | None = None
         self.authoritative = False
         self.feed_lost = False
         self.expiries: deque[tuple[float, tuple[BlockKey, ...]]] = deque()
@@ -70,6 +77,10 @@ class Mirror:
     def limit(self) -> int:
         if self.authoritative:
             return int(self.nominal * AUTHORITATIVE_SLACK)
+        return self.room()
+
+    def room(self) -> int:
+        """Blocks that prefixes may take."""
         return int(max(self.capacity - self.reserved, self.capacity / 2))
 
     def realised(self, num_expected: int, num_cached: int) -> None:
@@ -78,6 +89,8 @@ class Mirror:
             return
         share = min(num_cached / num_expected, 1.0)
         self.trust += TRUST_WEIGHT * (share - self.trust)
+        if not self.learns:
+            return
         if num_expected - num_cached > SHORTFALL_BLOCKS:
             floor = FLOOR_KNOWN if self.capacity_known else FLOOR_GUESSED
             self.capacity = max(self.capacity * SHRINK, self.nominal * floor)
@@ -92,8 +105,17 @@ class Mirror:
             hold = self.lru.next
             if hold is None or hold is self.lru:
                 return  # all the rest is in use
+            self._gone(hold, min(self.num_held - limit, hold.num_blocks))
             self.set_blocks(hold, max(hold.num_blocks - (self.num_held - limit), 0))
             self.table.trim(hold.run)
+
+    def _gone(self, hold: Hold, num_blocks: int) -> None:
+        """Blocks of `hold` were evicted: how long have they been idle?"""
+        idle_s = max(self.table.now - hold.used_at, 0.0)
+        if self.idle_s is None:
+            self.idle_s = idle_s
+        else:
+            self.idle_s += num_blocks / (num_blocks + IDLE_SHARE * self.nominal) * (idle_s - self.idle_s)
 
     # Holds
 
@@ -107,6 +129,7 @@ class Mirror:
         hold = run.holds.get(self.slot)
         if hold is None:
             hold = run.holds[self.slot] = Hold(run, self.slot)
+            hold.used_at = self.table.now
             hold.link_before(self.lru)
         return hold
 
@@ -194,6 +217,8 @@ class Mirror:
 
     def _discard_from(self, run: Run, gone: set[BlockKey]) -> None:
         hold = run.holds[self.slot]
+        if not hold.num_pins:
+            self._gone(hold, len(gone))
         while hold.num_blocks and run.keys[hold.num_blocks - 1] in gone:  # tails go first: the usual case
             gone.discard(run.keys[hold.num_blocks - 1])
             self.set_blocks(hold, hold.num_blocks - 1)

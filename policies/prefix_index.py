@@ -29,14 +29,16 @@ from policies.mirror import Mirror
 from policies.types import BlockKey, ReplicaId
 
 FULL_TRUST = 0.9
+FULL_SHARE = 0.95  # from here on a mirror counts as full
 
 
 class PrefixIndex:
     """`default_num_blocks` sizes the mirror of a replica that does not tell its capacity; `prediction_ttl_s` is the
-    grace of an authoritative replica's unconfirmed predictions."""
+    grace of an authoritative replica's unconfirmed predictions; `learns` False: capacities are what they were told."""
 
-    def __init__(self, default_num_blocks: int = 16_384, prediction_ttl_s: float = 10.0) -> None:
+    def __init__(self, default_num_blocks: int = 16_384, prediction_ttl_s: float = 10.0, learns: bool = True) -> None:
         self._default_num_blocks = default_num_blocks
+        self._learns = learns
         self._prediction_ttl_s = prediction_ttl_s
         self._next_expiry = inf
         self._table = RunTable()
@@ -54,7 +56,7 @@ class PrefixIndex:
         assert replica_id not in self._mirrors
         slot = next(s for s in range(len(self._replica_of) + 1) if s not in self._replica_of)
         guess = default_num_blocks or self._default_num_blocks
-        self._mirrors[replica_id] = Mirror(self._table, slot, num_blocks or guess, num_blocks > 0)
+        self._mirrors[replica_id] = Mirror(self._table, slot, num_blocks or guess, num_blocks > 0, self._learns)
         self._replica_of[slot] = replica_id
 
     def remove(self, replica_id: ReplicaId) -> None:
@@ -74,6 +76,10 @@ class PrefixIndex:
         mirror = self._mirrors[replica_id]
         mirror.reserved = num_blocks
         mirror.evict()
+
+    def advance(self, now: float) -> None:
+        """It is `now` (the time of an event)."""
+        self._table.now = now
 
     # Look-up
 
@@ -101,6 +107,11 @@ class PrefixIndex:
     def authoritative(self, replica_id: ReplicaId) -> bool:
         return self._mirrors[replica_id].authoritative
 
+    def idle_s(self, replica_id: ReplicaId) -> float | None:
+        """How long blocks lie idle before the replica evicts them; None while it has room or none was seen to go."""
+        mirror = self._mirrors[replica_id]
+        return mirror.idle_s if mirror.num_held >= FULL_SHARE * mirror.room() else None
+
     # Requests
 
     def pin(self, replica_id: ReplicaId, keys: Sequence[BlockKey]) -> tuple[int, int]:
@@ -115,6 +126,7 @@ class PrefixIndex:
                 num_confirmed += hold.num_confirmed
             position += len(run.keys)
             hold.num_pins += 1
+            hold.used_at = self._table.now
             hold.unlink()
             hold.link_before(mirror.pinned)
             mirror.set_blocks(hold, len(run.keys))
@@ -141,6 +153,7 @@ class PrefixIndex:
             position -= len(run.keys)
             assert hold.num_pins > 0
             hold.num_pins -= 1
+            hold.used_at = now
             if hold.num_pins:
                 continue
             hold.unlink()

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from functools import partial
 
 from policies.cost import SpeedModel
 from policies.load import ReplicaLoad
 from policies.prefix_index import PrefixIndex
-from policies.types import KeySpace, Rates, ReplicaId, ReplicaStatus, ReplicaView, RouteRequest
+from policies.types import KeySpace, Rates, ReplicaId, ReplicaStatus, ReplicaView
+
+_view = partial(tuple.__new__, ReplicaView)
 
 
 @dataclass(frozen=True, slots=True)
@@ -42,27 +45,28 @@ class Replica:
     status: ReplicaStatus
     load: ReplicaLoad = field(default_factory=lambda: ReplicaLoad(SpeedModel()))
     rates: Rates = field(default_factory=lambda: SpeedModel().own_rates())
+    eviction_s: float = 0.0
 
-    def view(self, request: RouteRequest, matches: dict[ReplicaId, int] | None, now: float) -> ReplicaView:
-        """The replica as a policy sees it for `request`. `matches`: blocks of its chain that each replica holds, None
-        when the request has no chain in this replica's key space."""
-        num_tokens, matched = request.num_tokens, 0
-        if matches is not None:
-            chain = request.chains[self.key_space]
-            num_tokens = chain.num_tokens
-            matched = min(matches.get(self.replica_id, 0) * chain.block_tokens, max(num_tokens - 1, 0))
-        load = self.load.figures(now, self.num_blocks)
-        return ReplicaView(
-            self.replica_id,
-            self.incarnation,
-            num_tokens,
-            matched,
-            load.queued_prefill_tokens,
-            load.queued_prefill_s,
-            load.num_waiting,
-            load.num_running,
-            load.kv_usage,
-            self.rates,
+    def view(self, num_tokens: int, matched_tokens: int, now: float) -> ReplicaView:
+        """The replica as a policy sees it for a request of which it holds `matched_tokens`. Runs for every replica at
+        every decision, hence the figures kept in `load` and the tuple made directly."""
+        load = self.load
+        if now >= load.stale_at:
+            load.refresh(now, self.num_blocks)
+        return _view(
+            (
+                self.replica_id,
+                self.incarnation,
+                num_tokens,
+                matched_tokens,
+                load.queued_prefill_tokens,
+                load.queued_prefill_s(now),
+                load.num_waiting,
+                load.num_running,
+                load.kv_usage,
+                self.rates,
+                self.eviction_s,
+            )
         )
 
     def stats(self, index: PrefixIndex, now: float) -> ReplicaStats:

@@ -12,11 +12,11 @@ request carries one chain for every key space in its fleet.
 from __future__ import annotations
 
 import random
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from enum import StrEnum
 from types import MappingProxyType
-from typing import NamedTuple, NewType, Protocol
+from typing import NamedTuple, NewType, Protocol, overload
 
 ReplicaId = NewType("ReplicaId", str)
 BlockKey = NewType("BlockKey", int)  # xxh3_128 of (parent key, block); see DESIGN.md, Block keys
@@ -94,6 +94,8 @@ class ReplicaView(NamedTuple):
     num_waiting      requests dispatched here with no first token yet
     num_running      requests here past their first token
     kv_usage         share of KV blocks held by running requests, 0 to 1
+    eviction_s       expected seconds lost later for every token of this prompt that is newly cached here, since it
+                     pushes another one out; 0 while there is room (retouch.py)
     """
 
     replica_id: ReplicaId
@@ -106,6 +108,7 @@ class ReplicaView(NamedTuple):
     num_running: int
     kv_usage: float
     rates: Rates
+    eviction_s: float = 0.0
 
     @property
     def num_in_flight(self) -> int:
@@ -133,6 +136,42 @@ class Score(NamedTuple):
     terms: Mapping[str, float] = MappingProxyType({})
 
 
+class LazyScores(Sequence[Score]):
+    """Scores that are worked out when somebody asks: most decisions are never explained."""
+
+    __slots__ = ("_make", "_scores")
+
+    def __init__(self, make: Callable[[], tuple[Score, ...]]) -> None:
+        self._make: Callable[[], tuple[Score, ...]] | None = make
+        self._scores: tuple[Score, ...] = ()
+
+    def _all(self) -> tuple[Score, ...]:
+        if self._make is not None:
+            self._scores, self._make = self._make(), None
+        return self._scores
+
+    @overload
+    def __getitem__(self, index: int) -> Score: ...
+    @overload
+    def __getitem__(self, index: slice) -> tuple[Score, ...]: ...
+    def __getitem__(self, index: int | slice) -> Score | tuple[Score, ...]:
+        return self._all()[index]
+
+    def __iter__(self) -> Iterator[Score]:
+        return iter(self._all())
+
+    def __len__(self) -> int:
+        return len(self._all())
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, Sequence) and self._all() == tuple(other)
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def __repr__(self) -> str:
+        return repr(self._all())
+
+
 @dataclass(frozen=True, slots=True)
 class Decision:
     """Where a request goes and why. `reason` is one short word for the metrics' label."""
@@ -143,7 +182,7 @@ class Decision:
     matched_tokens: int
     num_tokens: int
     expected_ttft_s: float
-    scores: tuple[Score, ...] = ()
+    scores: Sequence[Score] = ()
 
 
 class Policy(Protocol):

@@ -40,6 +40,10 @@ class ApproximateTreeConfig:
     max_tree_tokens: int = 67_108_864 // CHARACTERS_PER_TOKEN
     below_threshold: Literal["smallest_tree", "load"] = "smallest_tree"
 
+    def __post_init__(self) -> None:
+        if self.below_threshold not in ("smallest_tree", "load"):
+            raise ValueError(f"below_threshold={self.below_threshold!r} is neither smallest_tree nor load")
+
 
 class ApproximateTree:
     name = "approximate_tree"

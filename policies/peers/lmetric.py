@@ -12,20 +12,26 @@ hit makes the product small however long the batch.
 from __future__ import annotations
 
 import random
+from dataclasses import dataclass
 
 from policies.decide import decision, least_score, reason_of, scored
 from policies.types import Decision, FleetSnapshot, ReplicaView, RouteRequest
 
 
+@dataclass(frozen=True, slots=True)
+class LMetricConfig:
+    count_pending: bool = True
+
+
 class LMetric:
     name = "lmetric"
 
-    def __init__(self, count_pending: bool = True) -> None:
-        self._count_pending = count_pending
+    def __init__(self, config: LMetricConfig | None = None) -> None:
+        self._config = config or LMetricConfig()
 
     def choose(self, request: RouteRequest, fleet: FleetSnapshot, rng: random.Random) -> Decision:
         def terms(view: ReplicaView) -> dict[str, float]:
-            pending = view.queued_prefill_tokens if self._count_pending else 0
+            pending = view.queued_prefill_tokens if self._config.count_pending else 0
             tokens = pending + view.num_tokens - view.matched_tokens
             return {"tokens": float(tokens), "batch": float(view.num_in_flight + 1)}
 

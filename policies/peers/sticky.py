@@ -10,22 +10,26 @@ from __future__ import annotations
 
 import random
 from collections import OrderedDict
+from dataclasses import dataclass
 
 from policies.decide import decision, least_requests
 from policies.events import Dispatched, Event, Joined
 from policies.peers.memory import ReplicaMemory
 from policies.types import Decision, FleetSnapshot, ReplicaId, RouteRequest
 
-MAX_SESSIONS = 100_000
+
+@dataclass(frozen=True, slots=True)
+class StickyConfig:
+    """`max_sessions`: as many as were used last are remembered."""
+
+    max_sessions: int = 100_000
 
 
 class Sticky:
-    """Remembers the `max_sessions` used last."""
-
     name = "sticky"
 
-    def __init__(self, max_sessions: int = MAX_SESSIONS) -> None:
-        self._max_sessions = max_sessions
+    def __init__(self, config: StickyConfig | None = None) -> None:
+        self._max_sessions = (config or StickyConfig()).max_sessions
         self._members: ReplicaMemory[None] = ReplicaMemory(_nothing, self._forget)
         self._where: OrderedDict[str, ReplicaId] = OrderedDict()
 

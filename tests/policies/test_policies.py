@@ -11,7 +11,7 @@ from policies.events import Dispatched, Finished, FirstToken
 from policies.fleet import FleetState
 from policies.registry import DEFAULT_POLICY, UnknownPolicy, make_policy, policy_names
 from policies.types import Decision, FleetSnapshot, Rates, ReplicaId, ReplicaView
-from policies.warm import Warm
+from policies.warm import Warm, WarmConfig
 from tests.policies.support import BLOCK, chain, dispatch, fleet_of, request, serve
 
 RATES = Rates(base_s=0.01, linear_s=1e-4, quadratic_s=2e-9, decode_step_s=0.02, num_observations=10, decode_kv_s=1e-7)
@@ -119,7 +119,7 @@ def test_warm_tells_every_term_in_seconds_and_they_add_up() -> None:
     decision = choose("warm", busy, view("b"))
     assert [score.replica_id for score in decision.scores] == ["a", "b"]
     for score in decision.scores:
-        assert score.terms.keys() == {"queue", "prefill", "recompute", "delay", "decode"}
+        assert score.terms.keys() == {"queue", "prefill", "recompute", "delay", "decode", "duplicates"}
         assert score.total == pytest.approx(sum(score.terms.values()))
     terms = decision.scores[0].terms
     prefill = RATES.prefill_s(523, 480)
@@ -133,7 +133,7 @@ def test_warm_tells_every_term_in_seconds_and_they_add_up() -> None:
 def test_decode_harm_counts_no_more_output_than_may_come() -> None:
     asked = request("r", "x", max_output_tokens=2)
     snapshot = FleetSnapshot(0.0, 0, (view("a", num_running=5),))
-    terms = Warm(kappa=1.0).choose(asked, snapshot, random.Random(0)).scores[0].terms
+    terms = Warm(WarmConfig(kappa=1.0)).choose(asked, snapshot, random.Random(0)).scores[0].terms
     assert terms["decode"] == pytest.approx(5 * 2 * 1e-7 * 1003)
 
 
