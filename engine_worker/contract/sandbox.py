@@ -27,7 +27,7 @@ import jinja2
 import jinja2.ext
 from jinja2 import nodes
 from jinja2.parser import Parser
-from jinja2.runtime import Context
+from jinja2.runtime import Context, LoopContext
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 from jinja2.utils import Namespace
 from jinja2.visitor import NodeTransformer
@@ -38,6 +38,7 @@ _PADDING = frozenset({"center", "ljust", "rjust", "zfill", "expandtabs"})
 # Filters whose numbers say how much to make.
 _GUARDED_FILTERS = ("batch", "center", "format", "indent", "join", "replace", "slice", "string", "tojson", "wordwrap")
 _MOST_PADDING = 10_000
+_SHORT = 10_000  # adding up texts shorter than this is no work worth timing
 
 
 class TemplateRefused(Exception):
@@ -94,6 +95,11 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
         if num_chars > self._limits.max_chars:
             raise TemplateLimit(f"the chat template built a value of more than {self._limits.max_chars} characters")
 
+    def is_safe_attribute(self, obj: Any, attr: str, value: Any) -> bool:
+        if type(obj) is LoopContext:  # `loop.first` and the like, in every turn of every loop: answered quickly
+            return not attr.startswith("_")
+        return super().is_safe_attribute(obj, attr, value)
+
     def call(self, context: Context, obj: Any, /, *args: Any, **kwargs: Any) -> Any:
         self.check_time()
         if isinstance(obj, BuiltinMethodType) and isinstance(obj.__self__, str):
@@ -103,6 +109,12 @@ class ChatSandbox(ImmutableSandboxedEnvironment):
         return self._checked(super().call(context, obj, *args, **kwargs))
 
     def call_binop(self, context: Context, operator: str, left: Any, right: Any) -> Any:
+        if operator == "+" and type(left) is str and type(right) is str:
+            text = left + right  # templates do little else: at most the limit's double, so looked at afterwards
+            if len(text) > _SHORT:
+                self.check_time()
+                self._check_size(len(text))
+            return text
         self.check_time()
         match operator:
             case "*":

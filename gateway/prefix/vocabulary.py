@@ -19,7 +19,7 @@ from gateway.prefix.source import PromptSource
 from gateway.prefix.tokenize import SegmentCache, Splitter, cuts_right, encode_piece
 
 INLINE_RENDER_CHARS = 32_000  # rendering and cutting copy the text a few times: tens of microseconds
-INLINE_ENCODE_CHARS = 400  # a tenth of a millisecond or two of BPE
+INLINE_ENCODE_CHARS = 800  # about 0.2 ms of BPE, which is what the way to a thread and back costs
 SLOW_RENDER_S = 0.010  # a template that ever takes this long on a short chat renders in threads from then on
 
 T = TypeVar("T")
