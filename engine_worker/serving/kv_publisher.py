@@ -37,7 +37,7 @@ class KVPublisher:
     replay_batches   how many batches a replay can reach back
 
     `endpoint` and `replay_endpoint` are as bound, with host `*` when bound to all interfaces. `publish` may be called
-    from one thread, `close` from any, and more than once. Raises OSError with a sentence where an address can't be had.
+    from one thread, `close` from any, and more than once. Raises OSError, naming the address, where it can't be had.
     """
 
     def __init__(
@@ -154,7 +154,7 @@ def _replay_address(endpoint: str) -> str:
         return f"{endpoint}.replay"
     host, _, port = endpoint.rpartition(":")
     if not port.isdigit():
-        raise OSError(f"KV events can't be published on {endpoint!r}: write it as tcp://HOST:PORT or ipc://PATH.")
+        raise OSError(f"{endpoint!r} is no address; write it as tcp://HOST:PORT or ipc://PATH")
     return endpoint if port == "0" else f"{host}:{int(port) + 1}"
 
 
@@ -168,9 +168,7 @@ def _bind(context: zmq.Context[zmq.Socket[bytes]], kind: int, endpoint: str) -> 
         socket.bind(endpoint)
     except zmq.ZMQError as error:
         socket.close()
-        raise OSError(
-            f"KV events can't be published on {endpoint}: {error.strerror}. Choose another address or port."
-        ) from error
+        raise OSError(f"{endpoint} can't be had: {error.strerror}") from error
     bound = socket.getsockopt_string(zmq.LAST_ENDPOINT)
     for wildcard in ("tcp://0.0.0.0:", "tcp://[::]:"):
         bound = bound.replace(wildcard, "tcp://*:")

@@ -138,7 +138,7 @@ def test_addresses_are_as_bound() -> None:
         assert publisher.endpoint.startswith("tcp://*:")
         assert publisher.replay_endpoint.startswith("tcp://*:")
         assert publisher.endpoint != publisher.replay_endpoint
-        with pytest.raises(OSError, match="Choose another address or port"):
+        with pytest.raises(OSError, match="can't be had: Address already in use"):
             KVPublisher(publisher.endpoint)
     finally:
         publisher.close()
@@ -146,7 +146,7 @@ def test_addresses_are_as_bound() -> None:
 
 @pytest.mark.parametrize("endpoint", ["5557", "tcp://127.0.0.1", "tcp://127.0.0.1:http", "nonsense://x"])
 def test_a_bad_address_is_refused_with_a_sentence(endpoint: str) -> None:
-    with pytest.raises(OSError, match="KV events can't be published on"):
+    with pytest.raises(OSError, match="can't be had|is no address"):
         KVPublisher(endpoint)
 
 
