@@ -167,6 +167,14 @@ class Scheduler:
 
     # -- what others read
 
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
     def take_events(self) -> list[KVEvent]:
         """What became reusable and what was evicted since the last call, in true order."""
         return self._kv.take_events()
