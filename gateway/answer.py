@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import re
 import secrets
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -70,13 +71,35 @@ def _too_large(max_bytes: int) -> ApiError:
     return ApiError(413, f"The request body is larger than the {max_bytes} bytes that this gateway accepts.")
 
 
-async def watch(receive: Receive, guard: Guard) -> None:
-    """Runs beside a request whose body was read: interrupts it when the client leaves."""
-    while True:
-        message = await receive()
-        if message["type"] == "http.disconnect":
-            guard.interrupt(Interrupt.CLIENT_GONE)
-            return
+class Watch:
+    """From `start` to `stop`, a client that leaves interrupts its request. Start it when the body has been read."""
+
+    __slots__ = ("_connection", "_guard", "_task")
+
+    def __init__(self, scope: Scope, guard: Guard) -> None:
+        self._connection = scope.get("extensions", {}).get("warmgate.connection")
+        self._guard = guard
+        self._task: asyncio.Task[None] | None = None
+
+    def start(self, receive: Receive) -> None:
+        if self._connection is not None:
+            self._connection.on_gone = self._gone
+        else:
+            self._task = asyncio.get_running_loop().create_task(self._wait(receive))
+
+    def stop(self) -> None:
+        if self._connection is not None:
+            self._connection.on_gone = None
+        elif self._task is not None:
+            self._task.cancel()
+
+    def _gone(self) -> None:
+        self._guard.interrupt(Interrupt.CLIENT_GONE)
+
+    async def _wait(self, receive: Receive) -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+        self._gone()
 
 
 class Answer:
@@ -126,9 +149,9 @@ class Answer:
     def abandon(self) -> None:
         """The client doesn't read: drop the connection with what is buffered, where the server lets us."""
         self.completed = True
-        abort = self._scope.get("extensions", {}).get("warmgate.abort")
-        if abort is not None:
-            abort["call"]()
+        connection = self._scope.get("extensions", {}).get("warmgate.connection")
+        if connection is not None:
+            connection.abort()
 
 
 def stream_error(message: str, kind: str, code: str | None = None) -> bytes:

@@ -16,7 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from engine_worker.contract.errors import ApiError
-from gateway.answer import Answer, ClientGone, Headers, Receive, Scope, Send, read_body, request_id, watch
+from gateway.answer import Answer, ClientGone, Headers, Receive, Scope, Send, Watch, read_body, request_id
 from gateway.config import GatewaySettings
 from gateway.exchange import CLIENT_CLOSED_REQUEST, Exchange, Failure, ReplicaRefused, of_interrupt, of_upstream
 from gateway.guard import Guard, Interrupt
@@ -69,11 +69,11 @@ class Proxy:
         record = RequestRecord(request_id=request_id(scope), endpoint=endpoint, started_at=time.monotonic())
         answer = Answer(scope, send)
         answer.headers = [(b"x-request-id", record.request_id.encode("ascii"))]
-        watcher: asyncio.Task[None] | None = None
+        watch = Watch(scope, guard)
         try:
             parsed = await self._read(scope, receive, guard, endpoint)
             record.stream = parsed.stream
-            watcher = asyncio.get_running_loop().create_task(watch(receive, guard))
+            watch.start(receive)
             await self._serve(Exchange(record, parsed, guard, answer, scope["headers"], path))
         except ApiError as error:
             await self._reject(record, answer, error)
@@ -85,8 +85,7 @@ class Proxy:
             await self._interrupted(record, guard, answer, cancelled)
         finally:
             guard.close()
-            if watcher is not None:
-                watcher.cancel()
+            watch.stop()
             self._conclude(record)
 
     async def _read(self, scope: Scope, receive: Receive, guard: Guard, endpoint: Endpoint) -> ParsedRequest:

@@ -96,7 +96,9 @@ class Running:
 
 
 @contextlib.asynccontextmanager
-async def gateway(*replicas: Replica, wait: bool = True, **settings: Any) -> AsyncIterator[Running]:
+async def gateway(
+    *replicas: Replica, wait: bool = True, server_http: str | None = None, **settings: Any
+) -> AsyncIterator[Running]:
     """A gateway in front of `replicas`, which are started here; ready when all have joined (unless `wait` is False)."""
     for replica in replicas:
         if replica.port == 0:
@@ -106,7 +108,10 @@ async def gateway(*replicas: Replica, wait: bool = True, **settings: Any) -> Asy
     app = create_app(options)
     listener = _listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
-    server = _Server(_uvicorn_config(app, options), app)
+    config = _uvicorn_config(app, options)
+    if server_http is not None:
+        config.http = server_http
+    server = _Server(config, app)
     task = asyncio.create_task(server.serve(sockets=[listener]))
     try:
         await until(lambda: server.started or task.done())

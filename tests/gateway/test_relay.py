@@ -56,9 +56,7 @@ async def test_a_stream_is_relayed_byte_for_byte(script):
 async def test_the_request_body_arrives_byte_for_byte_and_headers_are_cleaned():
     replica = Replica()
     async with gateway(replica) as running:
-        body = (
-            b'{ "model":"fake",\n "new": {"z":1,"a":[1.50, 1e2]}, "messages":[{"content":"h\\u00e9"}] }'
-        )
+        body = b'{ "model":"fake",\n "new": {"z":1,"a":[1.50, 1e2]}, "messages":[{"content":"h\\u00e9"}] }'
         headers = {
             "content-type": "application/json",
             "authorization": "Bearer abc",

@@ -1,0 +1,124 @@
+"""The client's side of HTTP, on raw sockets: what is odd is answered or refused, and nothing waits for ever."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+
+from gateway.http_protocol import GatewayProtocol
+from tests.gateway.harness import CHAT, HANG_GUARD_S, Replica, Running, gateway, until
+
+BODY = json.dumps(CHAT).encode()
+HEAD = b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\n"
+LENGTH = b"content-length: %d\r\n" % len(BODY)
+
+
+async def talk(running: Running, *parts: bytes) -> bytes:
+    """Send parts, and read until the gateway closes the connection."""
+    reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+    try:
+        async with asyncio.timeout(HANG_GUARD_S):
+            for part in parts:
+                writer.write(part)
+                await writer.drain()
+            return await reader.read()
+    finally:
+        writer.close()
+
+
+async def test_pipelined_requests_are_answered_in_order():
+    """Row 32."""
+    replica = Replica()
+    async with gateway(replica) as running:
+        one = HEAD + b"x-request-id: one\r\n" + LENGTH + b"\r\n" + BODY
+        two = HEAD + b"x-request-id: two\r\nconnection: close\r\n" + LENGTH + b"\r\n" + BODY
+        answer = await talk(running, one + two)
+        assert answer.count(b"HTTP/1.1 200") == 2
+        assert answer.index(b"x-request-id: one") < answer.index(b"x-request-id: two")
+
+
+async def test_expect_100_continue_is_answered_before_the_body_comes():
+    """Row 33."""
+    async with gateway(Replica()) as running:
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        writer.write(HEAD + b"expect: 100-continue\r\n" + LENGTH + b"\r\n")
+        assert await reader.readuntil(b"\r\n\r\n") == b"HTTP/1.1 100 Continue\r\n\r\n"
+        writer.write(BODY)
+        assert b" 200 " in await reader.readline()
+        writer.close()
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"content-length: 5\r\ntransfer-encoding: chunked\r\n",
+        b"content-length: 5\r\ncontent-length: 6\r\n",
+        b"content-length: -1\r\n",
+        b"content-length: 0x10\r\n",
+        b"transfer-encoding: chunked\r\nbad header\r\n",
+    ],
+)
+async def test_ambiguous_framing_is_refused_and_the_connection_closed(head):
+    """Row 34."""
+    replica = Replica()
+    async with gateway(replica) as running:
+        answer = await talk(running, HEAD + head + b"\r\n0\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 400 ")
+        assert json.loads(answer.split(b"\r\n\r\n", 1)[1])["error"]["type"] == "invalid_request_error"
+        assert replica.log.num_started == 0
+
+
+async def test_a_body_in_chunks_is_read_and_forwarded_whole():
+    replica = Replica()
+    async with gateway(replica) as running:
+        chunks = b"".join(b"%x\r\n%b\r\n" % (len(part), part) for part in (BODY[:7], BODY[7:30], BODY[30:]))
+        answer = await talk(
+            running, HEAD + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n", chunks + b"0\r\n\r\n"
+        )
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        assert replica.log.last_body.encode() == BODY
+
+
+async def test_slow_headers_are_timed_out(monkeypatch):
+    """Row 30."""
+    monkeypatch.setattr(GatewayProtocol, "header_s", 0.05)
+    async with gateway(Replica()) as running:
+        answer = await talk(running, HEAD)
+        assert answer.startswith(b"HTTP/1.1 408 ")
+
+
+async def test_a_head_without_a_body_goes_out():
+    async with gateway(Replica()) as running:
+        answer = await talk(running, b"HEAD /health HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 200 ")
+        answer = await talk(running, b"OPTIONS /v1/completions HTTP/1.1\r\nhost: x\r\nconnection: close\r\n\r\n")
+        assert answer.startswith(b"HTTP/1.1 204 ")
+
+
+async def test_a_client_that_half_closes_counts_as_gone():
+    """Row 26: it can't be told from one that left, and no client of this API does it."""
+    replica = Replica()
+    async with gateway(replica) as running:
+        replica.play(fault="stall")
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        writer.write(HEAD + LENGTH + b"\r\n" + BODY)
+        await until(lambda: replica.log.num_in_flight == 1)
+        writer.write_eof()
+        await until(lambda: replica.log.num_aborted == 1)
+        assert await reader.read() == b""
+        writer.close()
+
+
+async def test_a_disconnect_is_seen_under_another_server_too():
+    """Without our protocol's hook the application waits for `http.disconnect` as ASGI has it."""
+    replica = Replica()
+    async with gateway(replica, server_http="httptools") as running:
+        assert (await running.chat()).status_code == 200
+        replica.play(token_s=0.01, num_tokens=10_000)
+        _, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        writer.write(HEAD + LENGTH + b"\r\n" + BODY)
+        await until(lambda: replica.log.num_in_flight == 1)
+        writer.close()
+        await until(lambda: replica.log.num_aborted == 1)
