@@ -1,13 +1,12 @@
 """Paged attention for CPUs, out of torch's own kernels. Measured choices, each held against `reference` by tests:
 
-- A request whose blocks lie side by side is read as a view of the cache: no copy. It beats every gather.
+- A request whose blocks lie side by side is read as a view of the cache: no copy. It beats a gather, except for many
+  short contexts, where one batched call beats many small ones.
 - Scattered decodes are gathered block by block into a scratch buffer that outlives the step (fresh pages cost more
   than the copy) and attended in one batched call. Those of like length share a call, so that padding stays small.
 - A decode's query heads that share a key head become the rows of one small matrix product: keys are read once a group.
 - A prefill chunk behind a past attends to past and self apart, merged by their log-sum-exps: no mask is materialised.
   First chunks need no past and no mask at all.
-- Masks other than plain causal are evaluated once a step on true positions and shared by the layers that have them.
-  What no query of a span may see is not even read, so a window costs its own width.
 
 Soft-capped scores, and sinks with value heads narrower than key heads, go to the reference implementation: torch's
 fused kernel knows neither.
@@ -15,63 +14,18 @@ fused kernel knows neither.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
-import numpy as np
 import torch
 import torch.nn.functional as F
 
 from engine_worker.model.attention import AttentionCall
+from engine_worker.model.backend_cpu_plan import Plan, Prefill, View, make_plan
 from engine_worker.model.backend_reference import attend_written
 from engine_worker.model.kv_tensors import KVTensors
-from engine_worker.model.masks import CAUSAL, MaskTag, additive
-from engine_worker.model.packing import PackedBatch, Span
+from engine_worker.model.masks import CAUSAL, additive
+from engine_worker.model.packing import PackedBatch
 
 # Private in torch, pinned by tests: (q, k, v, dropout, is_causal, attn_mask=, scale=) -> (output, logsumexp).
 _FLASH = getattr(torch.ops.aten, "_scaled_dot_product_flash_attention_for_cpu", None)
-
-_MAX_GATHER_TOKENS = 1 << 16  # padded tokens that one gather may hold, which bounds the scratch buffers
-_MAX_PADDING = 1.25  # padded over true tokens, at most, within one gather
-
-
-@dataclass(frozen=True, slots=True)
-class _View:
-    """A decode whose visible keys are slots begin .. end - 1."""
-
-    index: int
-    begin: int
-    end: int
-
-
-@dataclass(frozen=True, slots=True)
-class _Gather:
-    """Decodes first .. last - 1, each over `num_blocks` gathered blocks; mask [n, 1, 1, num_blocks * block_size]."""
-
-    first: int
-    last: int
-    blocks: torch.Tensor  # [n * num_blocks]
-    mask: torch.Tensor
-
-
-@dataclass(frozen=True, slots=True)
-class _Prefill:
-    """A span of several tokens that sees keys of positions kv_start .. end - 1.
-
-    `blocks` are those to gather, or None where slots begin .. end are one run. `mask` [n, L] or None for plain causal.
-    """
-
-    span: Span
-    kv_start: int
-    begin: int
-    blocks: torch.Tensor | None
-    mask: torch.Tensor | None
-
-
-@dataclass(frozen=True, slots=True)
-class _Plan:
-    views: tuple[_View, ...]
-    gathers: tuple[_Gather, ...]
-    prefills: tuple[_Prefill, ...]
 
 
 class CPUBackend:
@@ -88,11 +42,11 @@ class CPUBackend:
         key = "causal" if call.mask.is_causal else call.mask
         plan = batch.memo.get(key)
         if plan is None:
-            plan = batch.memo[key] = _make_plan(call.mask, batch, call.query.dtype)
-        assert isinstance(plan, _Plan)
+            plan = batch.memo[key] = make_plan(call.mask, batch, call.query.dtype)
+        assert isinstance(plan, Plan)
         return self._run(call, plan, kv, fused)
 
-    def _run(self, call: AttentionCall, plan: _Plan, kv: KVTensors, fused: bool) -> torch.Tensor:
+    def _run(self, call: AttentionCall, plan: Plan, kv: KVTensors, fused: bool) -> torch.Tensor:
         keys, values = kv.layer(call.layer)
         num_kv_heads = keys.shape[1]
         num_tokens, num_heads = call.query.shape[2], call.query.shape[1]
@@ -100,11 +54,8 @@ class CPUBackend:
         query = call.query[0].transpose(0, 1).unflatten(1, (num_kv_heads, -1))  # [T, Hkv, G, Dk]
         sinks = None if call.sinks is None else call.sinks.float().view(num_kv_heads, -1)  # [Hkv, G]
 
-        for view in plan.views:
-            i, run = view.index, slice(view.begin, view.end)
-            key, value = keys[run].transpose(0, 1)[None], values[run].transpose(0, 1)[None]
-            result, lse = _attention(query[i : i + 1], key, value, call.scaling, None, False, fused)
-            out[i] = _with_sinks(result, lse, sinks)[0]
+        if plan.views:
+            self._run_views(plan.views, query, keys, values, call.scaling, sinks, fused, out)
         for gather in plan.gathers:
             n = gather.last - gather.first
             key = self._gather("key", keys, gather.blocks, kv.block_size).view(n, -1, *keys.shape[1:])
@@ -122,10 +73,35 @@ class CPUBackend:
             out[rows] = result.permute(2, 0, 1, 3)
         return out.flatten(1, 2)
 
+    def _run_views(
+        self,
+        views: tuple[View, ...],
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        scale: float,
+        sinks: torch.Tensor | None,
+        fused: bool,
+        out: torch.Tensor,
+    ) -> None:
+        """Decodes over runs of the cache. This loop is the hot Python of a step, hence as_strided instead of slices."""
+        (_, heads, key_dim), value_dim = keys.shape, values.shape[2]
+        key_row, value_row = heads * key_dim, heads * value_dim
+        key_strides, value_strides = (0, key_dim, key_row, 1), (0, value_dim, value_row, 1)
+        rows = query[: len(views)].split(1)
+        results = []
+        for row, view in zip(rows, views, strict=True):
+            length = view.end - view.begin
+            key = keys.as_strided((1, heads, length, key_dim), key_strides, view.begin * key_row)
+            value = values.as_strided((1, heads, length, value_dim), value_strides, view.begin * value_row)
+            result, lse = _attention(row, key, value, scale, None, False, fused)
+            results.append(_with_sinks(result, lse, sinks))
+        torch.cat(results, out=out[: len(views)])
+
     def _prefill(
         self,
         call: AttentionCall,
-        plan: _Prefill,
+        plan: Prefill,
         query: torch.Tensor,
         keys: torch.Tensor,
         values: torch.Tensor,
@@ -203,90 +179,3 @@ def _with_sinks(result: torch.Tensor, lse: torch.Tensor | None, sinks: torch.Ten
         return result
     assert lse is not None
     return result * torch.sigmoid(lse.float() - sinks)[..., None].to(result.dtype)
-
-
-def _make_plan(mask: MaskTag, batch: PackedBatch, dtype: torch.dtype) -> _Plan:
-    views, gathers = _plan_decodes(mask, batch, dtype)
-    prefills = tuple(_plan_prefill(mask, batch, span, dtype) for span in batch.spans[batch.num_decodes :])
-    return _Plan(views, gathers, prefills)
-
-
-def _plan_decodes(
-    mask: MaskTag, batch: PackedBatch, dtype: torch.dtype
-) -> tuple[tuple[_View, ...], tuple[_Gather, ...]]:
-    """Runs first, as views; then the scattered ones in gathers of like length."""
-    spans, tables, block_size = batch.spans[: batch.num_decodes], batch.tables, batch.block_size
-    if not spans:
-        return (), ()
-    ends = torch.tensor([span.end for span in spans])
-    first, is_range = _visible_range(mask, ends)
-    views = []
-    for index, span in enumerate(spans):
-        if not (tables.contiguous[span.row] and is_range[index]):
-            break
-        base = int(tables.table[span.row, 0]) * block_size
-        views.append(_View(index, base + first[index], base + span.end))
-    gathers = []
-    begin = len(views)
-    counts = [-(-span.end // block_size) - first[i] // block_size for i, span in enumerate(spans)]
-    while begin < len(spans):
-        end = begin + 1
-        widest = total = counts[begin]
-        while end < len(spans):
-            wider = max(widest, counts[end])
-            padded = wider * (end + 1 - begin)
-            if padded > _MAX_PADDING * (total + counts[end]) or padded * block_size > _MAX_GATHER_TOKENS:
-                break
-            widest, total, end = wider, total + counts[end], end + 1
-        gathers.append(_plan_gather(mask, batch, begin, end, widest, first, ends, dtype))
-        begin = end
-    return tuple(views), tuple(gathers)
-
-
-def _visible_range(mask: MaskTag, ends: torch.Tensor) -> tuple[list[int], list[bool]]:
-    """For each decode (context length ends[i]): the first key it may see, and whether it sees all from there on."""
-    if mask.is_causal:
-        return [0] * len(ends), [True] * len(ends)
-    kv_pos = torch.arange(int(ends.max()))[None, :]
-    allow = mask.allow(ends[:, None] - 1, kv_pos) & (kv_pos < ends[:, None])
-    first = allow.to(torch.int8).argmax(dim=1)
-    return first.tolist(), (allow.sum(dim=1) == ends - first).tolist()
-
-
-def _plan_gather(
-    mask: MaskTag,
-    batch: PackedBatch,
-    begin: int,
-    end: int,
-    num_blocks: int,
-    first: list[int],
-    ends: torch.Tensor,
-    dtype: torch.dtype,
-) -> _Gather:
-    block_size = batch.block_size
-    rows = np.array([span.row for span in batch.spans[begin:end]])
-    lows = np.array(first[begin:end]) // block_size
-    ends = ends[begin:end, None]
-    columns = lows[:, None] + np.arange(num_blocks)
-    last = (ends.numpy() - 1) // block_size
-    blocks = batch.tables.table[
-        rows[:, None], np.minimum(columns, last)
-    ]  # padding repeats the request's own last block
-    kv_pos = torch.from_numpy(lows * block_size)[:, None] + torch.arange(num_blocks * block_size)
-    allow = mask.allow(ends - 1, kv_pos) & (kv_pos < ends)
-    return _Gather(begin, end, torch.from_numpy(blocks.ravel()), additive(allow, dtype)[:, None, None, :])
-
-
-def _plan_prefill(mask: MaskTag, batch: PackedBatch, span: Span, dtype: torch.dtype) -> _Prefill:
-    block_size, tables = batch.block_size, batch.tables
-    kv_start, tensor = 0, None
-    if not mask.is_causal:
-        kv_pos = torch.arange(span.end)
-        allow = mask.allow(kv_pos[span.start :, None], kv_pos[None, :])
-        if not torch.equal(allow, CAUSAL.allow(kv_pos[span.start :, None], kv_pos[None, :])):
-            kv_start = int(allow.any(dim=0).to(torch.int8).argmax())
-            tensor = additive(allow[:, kv_start:], dtype)
-    if tables.contiguous[span.row]:
-        begin = int(tables.table[span.row, 0]) * block_size + kv_start
-        return _Prefill(span, kv_start, begin, None, tensor)
-    return _Prefill(span, kv_start, 0, batch.block_row(span)[kv_start // block_size :], tensor)

@@ -2,7 +2,7 @@
 
 All tokens of a step lie in one row, request after request: ids [1, T], positions [1, T] and the cache slot of each
 token. Requests that compute a single token (the decoding ones) come first, so that a backend finds their queries in one
-slice; among them, requests whose blocks lie side by side come before scattered ones, and short contexts before long.
+slice; among them, long contexts whose blocks lie side by side come before all others, and short ones before longer.
 
 Block tables persist between steps: a request owns a row of one int64 table, and a step only writes the blocks that are
 new since the last one. Nothing here costs Python time in proportion to the context.
@@ -18,6 +18,8 @@ import numpy as np
 import torch
 
 from engine_worker.core.types import BlockId, Segment
+
+SHORT_CONTEXT = 128  # tokens; up to here many requests are read faster together, gathered, than one by one in place
 
 
 class BlockTables:
@@ -147,7 +149,8 @@ def pack(segments: Sequence[Segment], tables: BlockTables, device: torch.device)
 
     def rank(index: int) -> tuple[bool, bool, int]:
         segment = segments[index]
-        return (len(segment.token_ids) > 1, not tables.contiguous[rows[index]], segment.end)
+        is_run = segment.end > SHORT_CONTEXT and tables.contiguous[rows[index]]
+        return (len(segment.token_ids) > 1, not is_run, segment.end)
 
     order = sorted(range(len(segments)), key=rank)
     counts = np.array([len(segments[index].token_ids) for index in order], dtype=np.int64)

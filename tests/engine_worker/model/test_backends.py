@@ -7,7 +7,7 @@ from itertools import pairwise
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers.masking_utils import (
     causal_mask_function,
@@ -16,7 +16,7 @@ from transformers.masking_utils import (
 )
 
 from engine_worker.core.types import BlockId, Request, SamplingParams, Segment
-from engine_worker.model import backend_cpu
+from engine_worker.model import backend_cpu, backend_cpu_plan, packing
 from engine_worker.model.attention import AttentionBackend, AttentionCall
 from engine_worker.model.backend_cpu import CPUBackend
 from engine_worker.model.backend_reference import ReferenceBackend
@@ -157,9 +157,29 @@ CASES = {
 }
 
 
+@pytest.fixture(autouse=True)
+def _short_contexts_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the small cases here have long contexts too, which are read in place."""
+    monkeypatch.setattr(backend_cpu_plan, "SHORT_CONTEXT", 12)
+    monkeypatch.setattr(packing, "SHORT_CONTEXT", 12)
+
+
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_cpu_equals_reference(case: Case) -> None:
     assert_equal(case)
+
+
+def test_runs_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Decodes over neighbouring blocks copy nothing, unless they are short and many."""
+
+    def must_not_gather(*_: object) -> None:
+        raise AssertionError("blocks were gathered")
+
+    monkeypatch.setattr(CPUBackend, "_gather", must_not_gather)
+    outputs(Case(((13, 1, 1), (20, 1, 1), (17, 1, 1), (14, 1, 1), (9,)), shuffled=False), CPUBackend())
+    outputs(Case(((3, 1, 1), (2, 1, 1)), shuffled=False), CPUBackend())
+    with pytest.raises(AssertionError, match="gathered"):
+        outputs(Case(((3, 1),) * 4, shuffled=False), CPUBackend())
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
@@ -182,11 +202,16 @@ def test_the_private_kernel_is_there() -> None:
 
 def test_gathers_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     """More decodes than one gather may hold are split over several, with the same result."""
-    monkeypatch.setattr(backend_cpu, "_MAX_GATHER_TOKENS", 40)
+    monkeypatch.setattr(backend_cpu_plan, "_MAX_GATHER_TOKENS", 40)
     assert_equal(Case(tuple((5 + i, 1, 1) for i in range(9))))
 
 
-@settings(max_examples=60, deadline=None, derandomize=True)
+@settings(
+    max_examples=60,
+    deadline=None,
+    derandomize=True,
+    suppress_health_check=[HealthCheck.function_scoped_fixture],  # it sets a constant
+)
 @given(
     chunks=st.lists(
         st.lists(st.sampled_from([0, 1, 1, 1, 2, 3, 5, 9, 17]), min_size=1, max_size=5).filter(any).map(tuple),

@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from engine_worker.core.types import FinishReason
-from engine_worker.model import attention
+from engine_worker.model import attention, backend_cpu_plan, packing
 from engine_worker.model.attention import AttentionCall
 from engine_worker.model.backend_cpu import CPUBackend
 from engine_worker.model.backend_reference import ReferenceBackend
@@ -41,8 +41,11 @@ REDUCED = tuple(family for family in FAMILIES if family not in FULL_PRODUCT)
 
 
 @pytest.fixture(autouse=True)
-def _one_thread() -> None:
+def _both_ways_of_reading(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Some contexts here are short and gathered, others long and read in place. One thread, for equal sums."""
     torch.set_num_threads(1)
+    monkeypatch.setattr(backend_cpu_plan, "SHORT_CONTEXT", 24)
+    monkeypatch.setattr(packing, "SHORT_CONTEXT", 24)
 
 
 @cache

@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from engine_worker.core.types import BlockId, Request, SamplingParams, Segment
+from engine_worker.model import packing
 from engine_worker.model.kv_tensors import KVLayout, KVTensors, LayerShape
 from engine_worker.model.packing import BlockTables, pack
 
@@ -68,22 +69,23 @@ def segment(name: str, start: int, ids: tuple[int, ...], blocks: list[int], leng
     return Segment(request, start, ids, [BlockId(block) for block in blocks], sample=True)
 
 
-def test_a_packed_batch_is_what_the_segments_say() -> None:
+def test_a_packed_batch_is_what_the_segments_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(packing, "SHORT_CONTEXT", 5)
     segments = [
         segment("prefill", 3, (11, 12, 13), [4, 6]),
         segment("scattered", 8, (21,), [7, 2, 5]),
-        segment("in a row", 9, (31,), [1, 2, 3]),
+        segment("a run", 9, (31,), [1, 2, 3]),
         segment("first token", 0, (41,), [8]),
     ]
     batch = pack(segments, BlockTables(4, 4, 4), CPU)
-    # single tokens first: those with blocks in a row by length, then scattered ones, then prefills
-    assert batch.input_ids.tolist() == [[41, 31, 21, 11, 12, 13]]
-    assert batch.position_ids.tolist() == [[0, 9, 8, 3, 4, 5]]
-    assert batch.slots.tolist() == [32, 3 * 4 + 1, 5 * 4, 4 * 4 + 3, 6 * 4, 6 * 4 + 1]
+    # single tokens first: long runs, then the rest by length; then prefills
+    assert batch.input_ids.tolist() == [[31, 41, 21, 11, 12, 13]]
+    assert batch.position_ids.tolist() == [[9, 0, 8, 3, 4, 5]]
+    assert batch.slots.tolist() == [3 * 4 + 1, 32, 5 * 4, 4 * 4 + 3, 6 * 4, 6 * 4 + 1]
     assert batch.num_decodes == 3
     assert [span.num_tokens for span in batch.spans] == [1, 1, 1, 3]
-    assert [(span.start, span.end) for span in batch.spans] == [(0, 1), (9, 10), (8, 9), (3, 6)]
-    assert batch.last_index == [5, 2, 1, 0]
+    assert [(span.start, span.end) for span in batch.spans] == [(9, 10), (0, 1), (8, 9), (3, 6)]
+    assert batch.last_index == [5, 2, 0, 1]
     assert batch.block_row(batch.spans[2]).tolist() == [7, 2, 5]
 
 
