@@ -45,6 +45,7 @@ def run(settings: GatewaySettings) -> int:
     except OSError as error:
         return _fail(_cannot_listen(settings, error), EXIT_PORT)
     _warn_if_exposed(settings)
+    _tame_gc()
     _Server(_uvicorn_config(app, settings), app).run(sockets=[listener])
     return 0
 
@@ -58,7 +59,6 @@ class _Server(uvicorn.Server):
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
-        _tame_gc()
         assert sockets is not None
         host, port = sockets[0].getsockname()[:2]
         count = len(self._app.settings.replicas)

@@ -13,7 +13,9 @@ only hiccuped is back within one poll, and a dead one gets no further request.
 from __future__ import annotations
 
 import asyncio
+import functools
 import logging
+import ssl
 import time
 from dataclasses import replace
 
@@ -27,6 +29,12 @@ from gateway.replicas.registry import Registry, Replica
 from policies.types import ReplicaStatus
 
 _log = logging.getLogger("warmgate.replicas")
+
+
+@functools.cache
+def _ssl_context() -> ssl.SSLContext:
+    """The system's and certifi's authorities, read once: it takes longer than the rest of a start."""
+    return httpx.create_ssl_context()
 
 
 class Monitor:
@@ -44,7 +52,7 @@ class Monitor:
         """`client` stands in for the network in tests."""
         settings = self._settings
         secret = settings.secret.get_secret_value() if settings.secret is not None else None
-        self._client = httpx.AsyncClient(trust_env=False, follow_redirects=False)
+        self._client = httpx.AsyncClient(verify=_ssl_context(), trust_env=False, follow_redirects=False)
         for replica in self._registry:
             own = client or ControlClient(
                 self._client, replica.spec.url, settings.poll_timeout_s, secret, replica.api_key

@@ -117,7 +117,8 @@ async def gateway(
         await until(lambda: server.started or task.done())
         if wait:
             await until(lambda: len(app.registry.ready()) == len(replicas))
-        async with httpx.AsyncClient(base_url=f"http://127.0.0.1:{port}", timeout=HANG_GUARD_S) as client:
+        base_url = f"http://127.0.0.1:{port}"
+        async with httpx.AsyncClient(base_url=base_url, timeout=HANG_GUARD_S, verify=False) as client:
             running = Running(app, server, list(replicas), port, client)
             yield running
             await running.is_quiet()
