@@ -9,6 +9,7 @@ import sys
 from collections.abc import AsyncIterator
 
 import httpx
+import pytest
 
 from gateway.server import main
 from tests.gateway.harness import HANG_GUARD_S, Replica, Running, gateway, tokens, until
