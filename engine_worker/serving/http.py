@@ -24,7 +24,10 @@ Result = TypeVar("Result")
 
 MAX_BODY_BYTES = 16 * 1024 * 1024
 BODY_IDLE_S = 30.0  # a client may pause this long in the middle of its body
+LINGER_S = 2.0  # how long a body that nobody wants is read on before its connection is closed
 SEND_STALL_S = 60.0  # a client may leave a full buffer unread this long
+
+_SMALL_BODY_BYTES = 64 * 1024
 
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 
@@ -39,6 +42,7 @@ class Exchange:
         self.path: str = scope["path"]
         self.started = False
         self._headers: list[tuple[bytes, bytes]] = scope["headers"]
+        self._extensions: dict[str, Any] = scope.get("extensions") or {}
         self._receive = receive
         self._send = send
         self._body_read = False
@@ -100,8 +104,6 @@ class Exchange:
     async def start(self, status: int, headers: Headers) -> None:
         self.started = True
         all_headers = [*headers, (b"x-request-id", self.request_id)]
-        if not self._body_read and status >= 400 and self.method == "POST":
-            all_headers.append((b"connection", b"close"))  # the rest of the body is not worth reading
         await self._write({"type": "http.response.start", "status": status, "headers": all_headers})
 
     async def write(self, data: bytes) -> None:
@@ -127,7 +129,32 @@ class Exchange:
         more = list(headers)
         if error.retry_after_s is not None:
             more.append((b"retry-after", str(max(1, round(error.retry_after_s))).encode()))
-        await self.respond(error.status, error.body(), more)
+        if not self._leaves_much_unread:
+            await self.respond(error.status, error.body(), more)
+            return
+        body = error.body()
+        length = str(len(body)).encode()
+        more += [(b"content-type", b"application/json"), (b"content-length", length), (b"connection", b"close")]
+        await self.start(error.status, more)
+        await self.write(body)
+        with suppress(TimeoutError):
+            async with asyncio.timeout(LINGER_S):
+                await self._discard_body()
+        await self.end()
+
+    @property
+    def _leaves_much_unread(self) -> bool:
+        """Whether so much of the body is still to come that the connection is better closed than read on."""
+        if self._body_read or self.method != "POST":
+            return False
+        length = self.header(b"content-length")
+        return length is None or not length.isdigit() or int(length[:20]) > _SMALL_BODY_BYTES
+
+    async def _discard_body(self) -> None:
+        """Read on a while: closing with unread input resets the connection, and the client might lose the answer."""
+        while not self._body_read:
+            message = await self._receive()
+            self._body_read = message["type"] == "http.disconnect" or not message.get("more_body", False)
 
     async def _write(self, message: Message) -> None:
         try:
@@ -138,13 +165,10 @@ class Exchange:
             raise ClientGone from error
 
     def _abort(self) -> None:
-        """Drop the connection of a client that doesn't read: closing it politely would wait for the buffer to drain.
-
-        ASGI has no word for this, so it reaches for uvicorn's transport where there is one.
-        """
-        transport = getattr(getattr(self._send, "__self__", None), "transport", None)
-        if transport is not None:
-            transport.abort()
+        """Drop the connection of a client that doesn't read: closing it politely would wait for the buffer to drain."""
+        abort = self._extensions.get("warmgate.abort")
+        if abort is not None:
+            abort["call"]()
 
 
 def _too_large(limit: int) -> ApiError:

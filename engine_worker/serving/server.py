@@ -20,6 +20,7 @@ import uvicorn
 from engine_worker.contract.errors import ApiError
 from engine_worker.serving.app import App
 from engine_worker.serving.engine_supervisor import WorkerFailed
+from engine_worker.serving.http_protocol import WorkerProtocol
 from engine_worker.serving.worker import Worker
 
 logger = logging.getLogger("warmgate.worker")
@@ -60,7 +61,7 @@ async def serve(worker: Worker, sock: socket.socket, options: ServerOptions) -> 
     """Until told to stop, or until the worker has failed. Gives the process's exit code."""
     config = uvicorn.Config(
         App(worker),
-        http="httptools",
+        http=WorkerProtocol,
         ws="none",
         lifespan="off",
         log_config=None,

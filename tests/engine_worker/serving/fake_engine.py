@@ -126,7 +126,7 @@ class FakeRunner:
 
     def _sample(self, segment: Segment) -> SampledToken:
         request = segment.request
-        ids = [self._slots[self._slot(segment, position)] for position in range(segment.end)]
+        ids = tuple(self._slots[self._slot(segment, position)] for position in range(segment.end))
         assert ids == request.token_ids(0, request.num_tokens), "the cache holds other tokens than the request"
         at = len(request.output_ids)
         token_id = request.prompt_ids[at] if at < len(request.prompt_ids) else self.eos

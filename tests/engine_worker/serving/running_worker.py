@@ -90,6 +90,7 @@ def read_until(sock: socket.socket, mark: bytes) -> bytes:
         chunk = sock.recv(65536)
         assert chunk, f"the connection ended before {mark!r}: {data[-500:]!r}"
         data += chunk
+        assert not data.startswith(b"HTTP/") or b" 200 OK" in data[:20], data[:1000]
     return data
 
 

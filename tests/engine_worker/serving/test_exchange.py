@@ -29,24 +29,22 @@ TOKENS = TokenText(make_tokenizer())
 class Client:
     """Sends scripted messages, then stays silent until told to leave."""
 
-    def __init__(
-        self, *messages: dict[str, Any], headers: dict[bytes, bytes] | None = None, reads: bool = True
-    ) -> None:
+    def __init__(self, *messages: dict[str, Any], reads: bool = True) -> None:
         self._messages = deque(messages)
         self._left = asyncio.Event()
         self._reads = reads
         self.got: list[dict[str, Any]] = []
         self.got_more = asyncio.Event()
         self.aborted = False
-        scope = {"method": "POST", "path": "/", "headers": list((headers or {}).items())}
+        scope = {"method": "POST", "path": "/", "headers": [], "extensions": {"warmgate.abort": {"call": self._abort}}}
         self.exchange = Exchange(scope, self._receive, self._send)
 
-    @property
-    def transport(self) -> Client:
-        return self
-
-    def abort(self) -> None:
+    def _abort(self) -> None:
         self.aborted = True
+
+    @property
+    def has_sent_all(self) -> bool:
+        return not self._messages
 
     def leave(self) -> None:
         self._left.set()
@@ -88,6 +86,19 @@ async def test_a_body_that_stops_arriving(monkeypatch: pytest.MonkeyPatch) -> No
     with pytest.raises(ApiError) as caught:
         await Client(part(b"abc", True)).exchange.body()
     assert caught.value.status == 408
+
+
+async def test_a_client_that_sends_too_much_still_gets_the_answer() -> None:
+    """The error is sent whole before the rest of the body is read and thrown away, and the connection closes then."""
+    client = Client(part(b"x" * 10, True), part(b"y" * 10, True), part(b"z"))
+    with pytest.raises(ApiError) as caught:
+        await client.exchange.body(limit=5)
+    await client.exchange.fail(caught.value)
+    start, body, end = client.got
+    assert (b"connection", b"close") in start["headers"]
+    assert body["body"] == caught.value.body()
+    assert end == {"type": "http.response.body", "body": b"", "more_body": False}
+    assert client.has_sent_all
 
 
 async def test_a_client_that_leaves_inside_its_body() -> None:
