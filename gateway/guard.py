@@ -34,22 +34,23 @@ class Interrupted(Exception):
 
 
 class Guard:
-    """Guards the current task until `close()`. `deadline_s` bounds the whole request."""
+    """Guards the current task until `close()`. `deadline_s` bounds the whole request, `phase` its first phase."""
 
     __slots__ = ("_deadline_at", "_loop", "_open", "_phase", "_phase_at", "_reason", "_task", "_timer", "_timer_at")
 
-    def __init__(self, deadline_s: float) -> None:
+    def __init__(self, deadline_s: float, phase: Interrupt | None = None, phase_s: float = 0.0) -> None:
         self._loop = asyncio.get_running_loop()
         task = asyncio.current_task()
         assert task is not None
         self._task = task
         self._reason: Interrupt | None = None
         self._open = True
-        self._deadline_at = self._loop.time() + deadline_s
-        self._phase: Interrupt | None = None
-        self._phase_at = 0.0
-        self._timer_at = self._deadline_at
-        self._timer = self._loop.call_at(self._deadline_at, self._on_timer)
+        now = self._loop.time()
+        self._deadline_at = now + deadline_s
+        self._phase = phase
+        self._phase_at = now + phase_s
+        self._timer_at = self._next_at()
+        self._timer = self._loop.call_at(self._timer_at, self._on_timer)
 
     def enter(self, on_timeout: Interrupt, seconds: float) -> None:
         """A phase begins that may last `seconds`; it replaces the one before."""
@@ -95,9 +96,11 @@ class Guard:
 
     def _arm(self) -> None:
         self._timer.cancel()
-        at = self._deadline_at if self._phase is None else min(self._deadline_at, self._phase_at)
-        self._timer_at = at
-        self._timer = self._loop.call_at(at, self._on_timer)
+        self._timer_at = self._next_at()
+        self._timer = self._loop.call_at(self._timer_at, self._on_timer)
+
+    def _next_at(self) -> float:
+        return self._deadline_at if self._phase is None else min(self._deadline_at, self._phase_at)
 
     def _on_timer(self) -> None:
         now = self._loop.time()

@@ -65,7 +65,7 @@ class Proxy:
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send, endpoint: Endpoint, path: str) -> None:
         """Serve one request to `path` (the replica's path for it)."""
-        guard = Guard(self._settings.request_s)
+        guard = Guard(self._settings.request_s, Interrupt.BODY_TIMEOUT, self._settings.body_s)
         record = RequestRecord(request_id=request_id(scope), endpoint=endpoint, started_at=time.monotonic())
         answer = Answer(scope, send)
         answer.headers = [(b"x-request-id", record.request_id.encode("ascii"))]
@@ -89,7 +89,6 @@ class Proxy:
             self._conclude(record)
 
     async def _read(self, scope: Scope, receive: Receive, guard: Guard, endpoint: Endpoint) -> ParsedRequest:
-        guard.enter(Interrupt.BODY_TIMEOUT, self._settings.body_s)
         body = await read_body(scope, receive, self._settings.max_body_bytes)
         guard.leave()
         return parse_request(endpoint, body)

@@ -190,6 +190,16 @@ class Router:
         self._metrics.decided(decision.policy, decision.reason)
         return lease
 
+    def check_invariants(self) -> None:
+        self.fleet.check_invariants()
+        self._queue.check_invariants()
+        assert self.stats.num_in_flight >= self.fleet.num_leases(), "a lease that no request holds"
+        assert self.stats.num_queued == len(self._queue)
+        assert len(self._queue) <= len(self._held), "each that waits in the queue has a caller that awaits it"
+        self.registry.check_invariants()
+        for replica in self.registry:
+            assert (replica.replica_id in self.fleet.replica_ids()) == replica.joined
+
     def check_model(self, model: str) -> None:
         """Raises NoReplica when no request for `model` can be placed now."""
         if not self.registry.ready(model):

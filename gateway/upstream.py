@@ -34,6 +34,8 @@ _NOT_RETURNED = frozenset(
     {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-connection", b"te", b"trailer", b"transfer-encoding"}
     | {b"upgrade", b"content-length", b"date", b"server", b"set-cookie", b"x-request-id", b"alt-svc"}
 )
+# Under the 5 seconds after which uvicorn, and so most engines, close an idle connection.
+_KEEP_ALIVE_S = 4.0
 CACHED_TOKENS_HEADER = "x-warmgate-cached-tokens"
 
 
@@ -124,7 +126,7 @@ class Upstream:
     def __init__(self, connect_s: float, max_connections_per_replica: int) -> None:
         self._stale_window_s = connect_s
         self._session = _session(
-            _Connector(limit=0, limit_per_host=max_connections_per_replica, keepalive_timeout=55.0), connect_s
+            _Connector(limit=0, limit_per_host=max_connections_per_replica, keepalive_timeout=_KEEP_ALIVE_S), connect_s
         )
         self._fresh_session = _session(TCPConnector(limit=0, force_close=True), connect_s)
 

@@ -136,6 +136,13 @@ class StreamScanner:
             self._break("the replica ended its stream before [DONE]")
         return b""  # half an event, or an end that was held back
 
+    def check_invariants(self) -> None:
+        assert self._parts_size == sum(map(len, self._parts))
+        assert self._seam == b"".join(self._parts)[-3:]
+        assert self.done or self._parts_size <= self._max_bytes
+        assert not self._held or (self._hold and self.finished)
+        assert not (self.broken and not self.done)
+
     def _break(self, why: str) -> None:
         self.broken = self.broken or why
         self.done = True

@@ -169,6 +169,13 @@ class Registry:
         replica.status = status
         self._emit(StatusChanged(self._clock(), replica.replica_id, status))
 
+    def check_invariants(self) -> None:
+        for replica_id, replica in self._replicas.items():
+            assert replica.replica_id == replica_id
+            assert replica.joined == bool(replica.models), "a replica joins when it names its models"
+            assert replica.joined or replica.status is ReplicaStatus.DOWN
+            assert not replica.joined or replica.key_space, "what has joined has a key space"
+
     def interrupt_waiting(self, replica: Replica) -> None:
         """Let the requests that wait there for a first token fail over."""
         for guard in list(replica.waiting):

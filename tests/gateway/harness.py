@@ -92,7 +92,8 @@ class Running:
         """Nothing in flight, no lease held: what must hold after every test."""
         await until(lambda: self.app.router.stats.num_in_flight == 0)
         await until(lambda: self.app.fleet.num_leases() == 0)
-        self.app.fleet.check_invariants()
+        self.app.router.check_invariants()
+        assert not any(replica.waiting for replica in self.app.registry)
 
 
 @contextlib.asynccontextmanager

@@ -35,7 +35,10 @@ GOOD = "".join(
 
 def run(chunks: list[bytes], hold_end: bool = True) -> tuple[bytes, StreamScanner]:
     scanner = StreamScanner(MAX_EVENT, hold_end)
-    out = b"".join(scanner.feed(chunk) for chunk in chunks)
+    out = b""
+    for chunk in chunks:
+        out += scanner.feed(chunk)
+        scanner.check_invariants()
     if not scanner.done:
         out += scanner.close()
     return out, scanner
