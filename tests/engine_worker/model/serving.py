@@ -50,6 +50,31 @@ class Answer:
     error: str | None = None
 
 
+def transformers_greedy(module: PreTrainedModel, prompt: Sequence[int], max_tokens: int, attention: str) -> Answer:
+    """transformers' own greedy answer to one prompt, with its own cache; EOS does not end it."""
+    ids = torch.tensor([list(prompt)])
+    before = module.config._attn_implementation, module.generation_config.eos_token_id
+    module.set_attn_implementation(attention)
+    module.generation_config.eos_token_id = None
+    try:
+        out = module.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=max_tokens,
+            do_sample=False,
+            use_cache=True,
+            pad_token_id=0,
+            output_logits=True,
+            return_dict_in_generate=True,
+        )
+    finally:
+        module.set_attn_implementation(before[0])
+        module.generation_config.eos_token_id = before[1]
+    token_ids = out.sequences[0, len(prompt) :].tolist()
+    assert len(token_ids) == max_tokens
+    return Answer(token_ids, [row[0].float() for row in out.logits])
+
+
 class TinyEngine:
     """Scheduler, cache manager and runner over one model. Invariants of all three are checked after every step."""
 

@@ -11,7 +11,7 @@ from engine_worker.core.types import FinishReason
 from engine_worker.model import attention
 from engine_worker.model.checkpoint import LoadedCheckpoint, load_checkpoint
 from engine_worker.model.linear import prepack
-from tests.engine_worker.model.serving import Answer, TinyEngine
+from tests.engine_worker.model.serving import Answer, TinyEngine, transformers_greedy
 from tests.engine_worker.model.test_greedy_equality import MIN_GAP
 
 pytestmark = [pytest.mark.engine, pytest.mark.e2e]
@@ -48,27 +48,9 @@ def demo() -> tuple[LoadedCheckpoint, list[list[int]], list[Answer]]:
     tokenizer = Tokenizer.from_str(checkpoint.tokenizer.tokenizer_json)
     prompts = [tokenizer.encode(text, add_special_tokens=False).ids for text in TEXTS]
     module = checkpoint.module
-    module.set_attn_implementation("sdpa")
-    expected = [generate(module, prompt) for prompt in prompts]
-    module.set_attn_implementation(attention.NAME)
+    expected = [transformers_greedy(module, prompt, MAX_TOKENS, "sdpa") for prompt in prompts]
     assert prepack(module).num_packed > 200
     return checkpoint, prompts, expected
-
-
-def generate(module: torch.nn.Module, prompt: list[int]) -> Answer:
-    ids = torch.tensor([prompt])
-    out = module.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        max_new_tokens=MAX_TOKENS,
-        do_sample=False,
-        use_cache=True,
-        eos_token_id=-1,
-        pad_token_id=0,
-        output_logits=True,
-        return_dict_in_generate=True,
-    )
-    return Answer(out.sequences[0, len(prompt) :].tolist(), [row[0].float() for row in out.logits])
 
 
 def assert_equal(answer: Answer, expected: Answer) -> None:
