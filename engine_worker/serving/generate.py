@@ -8,6 +8,7 @@ cancels the request in the engine (the call closes as the exception passes).
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
 import uuid
 from collections.abc import Callable
@@ -18,12 +19,14 @@ from engine_worker.core.types import FinishReason
 from engine_worker.serving import sse
 from engine_worker.serving.detokenizer import Piece, SequenceText
 from engine_worker.serving.engine_client import Call, EngineClient
-from engine_worker.serving.http import Exchange
+from engine_worker.serving.http import ClientGone, Exchange
 from engine_worker.serving.messages import Update
 from engine_worker.serving.metrics import RequestMetrics, WorkerMetrics
 from engine_worker.serving.prepare import PreparedCall, Preparer
 from engine_worker.serving.replies import ChatReply, CompletionReply, Reply, Usage
 from engine_worker.serving.token_text import TokenText
+
+logger = logging.getLogger("warmgate.worker")
 
 PING_S = 15.0
 _PROMPT_TAIL = 6  # ids of the prompt that a windowed decoder gets as context
@@ -183,8 +186,13 @@ async def _stream(exchange: Exchange, generation: Generation, call: Call, reply:
             if payloads:
                 await exchange.write(sse.frames(payloads))
             pieces = generation.take(call, await _news_with_pings(exchange, call))
-    except ApiError as error:
+    except ClientGone:
+        raise
+    except Exception as error:
         generation.failed()
+        if not isinstance(error, ApiError):
+            logger.exception("a stream failed")
+            error = ApiError(500, "The worker failed in the middle of this answer; its log says why.")
         await exchange.end(sse.error_event(error))
 
 

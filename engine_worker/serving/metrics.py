@@ -16,8 +16,8 @@ from prometheus_client.core import CounterMetricFamily
 from prometheus_client.registry import Collector
 
 from engine_worker.config import ModelInfo
-from engine_worker.contract.errors import ApiError
 from engine_worker.core.types import FinishReason
+from engine_worker.serving.http import ClientGone
 from engine_worker.serving.messages import Stats, Step, Update
 from engine_worker.serving.prepare import PreparedCall
 
@@ -132,7 +132,9 @@ class WorkerMetrics(Collector):
         metrics = RequestMetrics(self, prepared, arrival_s)
         try:
             yield metrics
-        except ApiError:
+        except ClientGone:
+            raise
+        except Exception:  # a cancelled task raises CancelledError, which is no Exception: its client has gone, too
             metrics.failed()
             raise
         finally:

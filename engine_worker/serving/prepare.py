@@ -15,7 +15,7 @@ import msgspec
 
 from engine_worker.config import ModelInfo
 from engine_worker.contract.errors import ApiError
-from engine_worker.contract.prompt import PromptRenderer
+from engine_worker.contract.prompt import PromptRenderer, template_kwargs
 from engine_worker.core.types import SamplingParams
 from engine_worker.serving import validation
 from engine_worker.serving.json_input import parse_object
@@ -80,7 +80,7 @@ class Preparer:
             tools=request.tools or None,
             add_generation_prompt=request.add_generation_prompt is not False and not request.continue_final_message,
             continue_final_message=bool(request.continue_final_message),
-            chat_template_kwargs=_template_kwargs(request),
+            chat_template_kwargs=template_kwargs(request.chat_template_kwargs, request.reasoning_effort),
         )
         max_tokens = request.max_completion_tokens or request.max_tokens
         num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
@@ -220,13 +220,6 @@ class Preparer:
             if len(self._ignored_fields) < _MAX_NAMES_LOGGED:
                 self._ignored_fields.add(name)
                 logger.info("requests carry the field %s, which is ignored (said once)", repr(name)[:80])
-
-
-def _template_kwargs(request: ChatRequest) -> dict[str, Any] | None:
-    kwargs = dict(request.chat_template_kwargs or {})
-    if request.reasoning_effort is not None:
-        kwargs.setdefault("reasoning_effort", request.reasoning_effort)
-    return kwargs or None
 
 
 def _is_int(value: Any) -> bool:

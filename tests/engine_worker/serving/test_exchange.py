@@ -232,6 +232,19 @@ async def test_an_engine_lost_after_it_is_an_event_behind_all_that_arrived() -> 
     assert client.got[-1]["more_body"] is False
 
 
+async def test_our_own_fault_in_a_stream_is_said_in_it() -> None:
+    client, engine = Client(part(b"")), Engine()
+    serving = asyncio.create_task(stream(client, engine, prepared_call()))
+    await asyncio.sleep(0)
+    engine.tell("r0", "a")
+    await client.until_got(b'"content":"a"')
+    engine.client.deliver(Step([Update("r0", SampledToken("no id"), None)], Stats(), 1))  # type: ignore[arg-type]
+    await serving
+    assert json.loads(sent_text(client).rpartition(b"data: ")[2])["error"]["type"] == "server_error"
+    assert client.got[-1]["more_body"] is False
+    assert isinstance(engine.orders[-1], Cancel)
+
+
 async def test_a_cancelled_stream_cancels_what_still_runs() -> None:
     client, engine = Client(part(b"")), Engine()
     serving = asyncio.create_task(stream(client, engine, prepared_call(n=2)))

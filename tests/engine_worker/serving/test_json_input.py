@@ -6,7 +6,7 @@ import contextlib
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine_worker.contract.errors import ApiError
@@ -70,6 +70,7 @@ json_values = st.recursive(
 )  # fmt: skip
 
 
+@settings(max_examples=50)
 @given(st.dictionaries(st.text(), json_values), st.booleans())
 def test_reads_what_json_writes(value: dict[str, object], ascii_only: bool) -> None:
     assert parse_object(json.dumps(value, ensure_ascii=ascii_only).encode()) == value

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+
 import pytest
 
 from engine_worker.contract.errors import ApiError
 from engine_worker.core.types import FinishReason
+from engine_worker.serving.http import ClientGone
 from engine_worker.serving.messages import Stats, Step
 from engine_worker.serving.metrics import WorkerMetrics
 from tests.engine_worker.serving.calls import prepared_call
@@ -47,3 +50,7 @@ def test_what_is_left_of_a_request_is_an_abort_or_an_error() -> None:
     with metrics.request(prepared_call(n=1), 0.0) as request:
         request.failed()
     assert ended(metrics, "error") == 3
+    for left in (ClientGone, asyncio.CancelledError):
+        with pytest.raises(left), metrics.request(prepared_call(n=1), 0.0):
+            raise left
+    assert (ended(metrics, "abort"), ended(metrics, "error")) == (4, 3)

@@ -87,9 +87,12 @@ def test_a_request_that_kills_its_engine() -> None:
         worker.until_state("another engine", status="ready", incarnation=lambda value: value != before.incarnation)
 
 
-def test_while_the_engine_is_down() -> None:
-    with running_worker(model="slow-load") as worker:
+def test_while_the_engine_is_down(tmp_path: Path) -> None:
+    gate = tmp_path / "loaded"
+    gate.touch()
+    with running_worker("--served-model-name", "fake", model=f"gate:{gate}") as worker:
         worker.until_ready()
+        gate.unlink()
         os.kill(worker.engine_pid, signal.SIGKILL)
         state = worker.until_state("down", status="loading")
         assert state.detail
@@ -97,6 +100,9 @@ def test_while_the_engine_is_down() -> None:
         assert response.status_code == 503
         assert int(response.headers["retry-after"]) > 0
         assert worker.http.get("/health").status_code == 503
+        gate.touch()
+        worker.until_ready()
+        assert worker.chat("hello").status_code == 200
 
 
 def test_steps_that_raise_fail_their_requests_and_no_more() -> None:
@@ -161,8 +167,8 @@ def test_a_stop_does_not_wait_for_ever(force: bool) -> None:
         assert worker.process.until_exit() == 0
 
 
-def test_a_stop_while_loading() -> None:
-    with running_worker(model="slow-load") as worker:
+def test_a_stop_while_loading(tmp_path: Path) -> None:
+    with running_worker(model=f"gate:{tmp_path / 'never'}") as worker:
         worker.until_state("loading", detail="loading the fake model")
         worker.process.send(signal.SIGINT)
         assert worker.process.until_exit() == 0

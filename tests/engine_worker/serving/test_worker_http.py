@@ -5,6 +5,7 @@ from __future__ import annotations
 import socket
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import httpx
@@ -241,14 +242,16 @@ def test_internal_routes_want_the_secret() -> None:
             assert worker.http.get(path, headers={"x-warmgate-secret": "s3cret"}).status_code == 200
 
 
-def test_while_the_model_loads() -> None:
-    with running_worker(model="slow-load") as worker:
+def test_while_the_model_loads(tmp_path: Path) -> None:
+    gate = tmp_path / "loaded"
+    with running_worker("--served-model-name", "fake", model=f"gate:{gate}") as worker:
         state = worker.until_state("loading, with a progress line", detail="loading the fake model")
         assert state.status == "loading"
         assert_error(worker.http.get("/health"), 503, "engine_not_ready")
         response = worker.chat("hello")
         assert_error(response, 503, "engine_not_ready")
         assert int(response.headers["retry-after"]) > 0
+        gate.touch()
         worker.until_ready()
         assert worker.http.get("/health").status_code == 200
 
