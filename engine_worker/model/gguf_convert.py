@@ -39,7 +39,8 @@ _END_OF_TURN = frozenset(
         *("<|return|>", "<|call|>", "<|END_OF_TURN_TOKEN|>", "<|user|>", "<|observation|>", "<turn|>"),
     )
 )
-_CONTROL_TOKEN = 3  # GGUF's token type of special tokens
+_CONTROL_TOKEN = 3  # GGUF's token types: special ones,
+_USER_TOKEN = 4  # and ones that are matched whole in text but are no special ones
 
 # Pre-tokenizers (tokenizer.ggml.pre) that split digits one by one before GPT-2's expression, which transformers drops.
 _SINGLE_DIGITS = frozenset(["smollm", "starcoder", "refact", "command-r", "codeshell", "exaone", "minerva-7b"])
@@ -132,6 +133,7 @@ def _convert(path: Path, folder: Path, progress: Progress) -> None:
         reader = GGUFReader(path)
         tokenizer = AutoTokenizer.from_pretrained(**where)
         _split_digits(reader, tokenizer)
+        _set_special_tokens(reader, tokenizer)
         tokenizer.save_pretrained(folder)
         progress("converting: the tokenizer is done, now the weights")
         model = AutoModelForCausalLM.from_pretrained(**where, dtype=dtype, **_dense())
@@ -168,6 +170,25 @@ def _split_digits(reader: Any, tokenizer: Any) -> None:
     if isinstance(backend.pre_tokenizer, pre_tokenizers.ByteLevel):
         digits = pre_tokenizers.Digits(individual_digits=True)
         backend.pre_tokenizer = pre_tokenizers.Sequence([digits, backend.pre_tokenizer])
+
+
+def _set_special_tokens(reader: Any, tokenizer: Any) -> None:
+    """Take special and user-defined tokens as the file has them: versions of transformers differ in what they keep."""
+    from tokenizers import AddedToken
+
+    types, tokens = (reader.get_field(f"tokenizer.ggml.{key}") for key in ("token_type", "tokens"))
+    if tokens is None:
+        return
+    backend = tokenizer.backend_tokenizer
+    for token_id, kind in enumerate(types.contents() if types is not None else ()):
+        if kind in (_CONTROL_TOKEN, _USER_TOKEN):
+            name = str(tokens.contents(token_id))
+            if backend.token_to_id(name) == token_id:  # some files mark tokens that their vocabulary spells otherwise
+                backend.add_tokens([AddedToken(name, normalized=False, special=kind == _CONTROL_TOKEN)])
+    for name, key in {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}.items():
+        field = reader.get_field(f"tokenizer.ggml.{key}_token_id")
+        if field is not None:
+            setattr(tokenizer, f"{name}_token", str(tokens.contents(int(field.contents()))))
 
 
 def _eos_token_ids(reader: Any, config: Any) -> list[int]:
