@@ -111,7 +111,7 @@ class Gateway:
         monitor = Monitor(settings, self.registry, cuts)
 
         def on_trouble(replica: Replica, failure: Failure) -> None:
-            monitor.trouble(replica, failure.kind is FailureKind.CONNECT, failure.message)
+            monitor.trouble(replica, failure.kind is FailureKind.CONNECT, failure.log_text)
 
         self._proxy = Proxy(
             settings, self.registry, self.router, prefix, upstream, self.metrics, self.access_log, on_trouble

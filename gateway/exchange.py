@@ -16,6 +16,7 @@ from gateway.router import Lease
 from gateway.upstream import RawHeaders, UpstreamError, UpstreamFailure, request_headers
 from policies.events import FailureKind
 
+_CODES = {FailureKind.BROKEN: "replica_failed", FailureKind.TIMEOUT: "timeout"}
 CLIENT_CLOSED_REQUEST = 499  # nginx's status, for metrics and the log only: nobody is there to get it
 
 
@@ -68,6 +69,7 @@ class Exchange:
 class Failure:
     """Why an attempt failed. `status` is what the client gets if nothing else is tried; `body` the replica's own words.
 
+    message          for the client; `detail`, for the log, says more where there is more to say
     upstream_status  the replica's own status, for REJECTED
     final            no other replica is asked, whatever the retry rule says (the deadline passed, the gateway stops)
     """
@@ -80,9 +82,14 @@ class Failure:
     retry_after_s: float | None = None
     final: bool = False
     upstream_status: int | None = None
+    detail: str = ""
 
     def as_error(self) -> ApiError:
-        return ApiError(self.status, self.message, retry_after_s=self.retry_after_s)
+        return ApiError(self.status, self.message, code=_CODES.get(self.kind), retry_after_s=self.retry_after_s)
+
+    @property
+    def log_text(self) -> str:
+        return self.detail or self.message
 
 
 class ReplicaRefused(Exception):
@@ -94,15 +101,15 @@ class ReplicaRefused(Exception):
 
 
 _UPSTREAM = {
-    UpstreamFailure.CONNECT: (FailureKind.CONNECT, 503),
-    UpstreamFailure.BROKEN: (FailureKind.BROKEN, 502),
-    UpstreamFailure.TIMEOUT: (FailureKind.TIMEOUT, 504),
+    UpstreamFailure.CONNECT: (FailureKind.CONNECT, 503, "The replica could not be reached."),
+    UpstreamFailure.BROKEN: (FailureKind.BROKEN, 502, "The replica broke off before its answer was complete."),
+    UpstreamFailure.TIMEOUT: (FailureKind.TIMEOUT, 504, "The replica did not answer in time."),
 }
 
 
 def of_upstream(error: UpstreamError) -> Failure:
-    kind, status = _UPSTREAM[error.kind]
-    return Failure(kind, status, f"The replica failed: {error}.", retry_after_s=2.0 if status == 503 else None)
+    kind, status, message = _UPSTREAM[error.kind]
+    return Failure(kind, status, message, detail=str(error))
 
 
 def of_interrupt(reason: Interrupt) -> Failure:

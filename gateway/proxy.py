@@ -182,7 +182,7 @@ class Proxy:
         except UpstreamError as error:
             failure = of_upstream(error)
         except SseError as error:
-            failure = Failure(FailureKind.BROKEN, 502, f"The replica failed: {error}.")
+            failure = Failure(FailureKind.BROKEN, 502, _sentence(str(error)))
         except ReplicaRefused as error:
             failure = error.failure
         except asyncio.CancelledError as cancelled:
@@ -208,7 +208,7 @@ class Proxy:
             raise ClientGone
         if not answer.started:
             return failure
-        exchange.ended(EndState.FAILED, answer.status, failure.message)
+        exchange.ended(EndState.FAILED, answer.status, failure.log_text)
         if not answer.completed:
             exchange.guard.enter(Interrupt.CLIENT_STALLED, 1.0)
             await answer.error(failure.as_error())
@@ -220,9 +220,9 @@ class Proxy:
             raise failure.as_error()
         if not step.relay or failure.body is None:
             # The step's message says what the client can do; the failure's own is for the log.
-            exchange.record.error = failure.message
+            exchange.record.error = failure.log_text
             raise ApiError(step.status, _sentence(step.message), code=step.code, retry_after_s=step.retry_after_s)
-        exchange.ended(EndState.REJECTED, failure.status, failure.message)
+        exchange.ended(EndState.REJECTED, failure.status, failure.log_text)
         headers: Headers = [(b"content-type", failure.content_type.encode("latin-1"))]
         if step.retry_after_s is not None:
             headers.append((b"retry-after", b"%d" % max(1, round(step.retry_after_s))))
