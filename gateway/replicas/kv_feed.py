@@ -11,8 +11,9 @@ and a second socket of the replica replays what it still has. So the feed
   answer also shows a publisher that was replaced behind the same address;
 * starts over, with an empty cache, when the batches are another life's.
 
-Where a gap can't be filled the feed goes on with what it gets, and the router hears `FeedLost`: what it knows of the
-replica is a prediction until the cache is cleared or the replica starts anew.
+Where a gap can't be filled, and while the replica is not heard at all, the router hears `FeedLost`: what it knows of
+the replica is a prediction until the cache is cleared or the feed begins at a beginning (it then says BlocksCleared).
+The feed itself goes on with what it gets.
 
 Everything happens on the event loop in short steps; a long replay lets other tasks run in between.
 """
@@ -46,7 +47,7 @@ _REPLAY_ROUNDS = 5  # a replay can itself lose messages; each round must get fur
 
 
 class FeedStatus(StrEnum):
-    """CONNECTING: nothing heard yet. EXACT: every event was seen. APPROXIMATE: some were not, and are lost."""
+    """CONNECTING: about to read from the start. EXACT: every event was seen. APPROXIMATE: some or all were not."""
 
     CONNECTING = "connecting"
     EXACT = "exact"
@@ -132,6 +133,8 @@ class KvFeed:
             socket.setsockopt(zmq.SUBSCRIBE, b"")
             self._start_over()
             await self._catch_up()
+            if not self._caught_up:
+                self._lose("nothing was heard from it yet")
             while True:
                 if await socket.poll(int(self._quiet_s * 1000)):
                     await self._drain(socket)
@@ -167,6 +170,8 @@ class KvFeed:
             return  # the replay brought it, or it is an old life's last word
         if place is Place.GAP:
             self._lose(f"batches {self._cursor.expected} to {sequence - 1} of its KV events are lost")
+        else:
+            self._begin_whole()
         self._caught_up = True
         self._apply(sequence, payload)
         self._sound()
@@ -192,6 +197,7 @@ class KvFeed:
         async with contextlib.aclosing(self._replayed(first)) as answers:
             async for sequence, payload in answers:
                 num_answers += 1
+                self._begin_whole()
                 place = self._cursor.place(sequence, payload)
                 if place is Place.OTHER_LIFE:
                     self._restart()
@@ -207,6 +213,7 @@ class KvFeed:
         if num_answers == 0 and self._cursor.expected > 0:
             self._restart()  # it does not have the batch that we had from it
             return False
+        self._begin_whole()
         return True
 
     async def _replayed(self, first: int) -> AsyncGenerator[tuple[int, bytes], None]:
@@ -239,6 +246,11 @@ class KvFeed:
             self._set_status(FeedStatus.EXACT, "its cache was cleared")
         if translation.lacking is not None:
             self._lose(translation.lacking)
+
+    def _begin_whole(self) -> None:
+        """Called when something was heard: if it is the first, what follows is known from its beginning."""
+        if self.status is FeedStatus.APPROXIMATE and not self._caught_up and self._cursor.expected == 0:
+            self._start_over()
 
     def _restart(self) -> None:
         self.num_restarts += 1
