@@ -19,6 +19,7 @@ Pinned holds (requests in flight) stand outside it, in a ring of their own.
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from functools import lru_cache
 
 from policies.types import BlockKey
 
@@ -106,29 +107,29 @@ class RunTable:
     def __len__(self) -> int:
         return len(self.where)
 
-    def match(self, keys: Sequence[BlockKey]) -> dict[int, int]:
-        """Leading blocks of `keys` held by each slot; slots that hold none are left out."""
-        matched: dict[int, int] = {}
-        alive = -1  # everyone, until the first run names its holders
+    def match(self, keys: Sequence[BlockKey], num_slots: int) -> list[int]:
+        """Leading blocks of `keys` held by each slot below `num_slots`."""
+        matched = [0] * num_slots
+        alive, end = -1, 0  # everyone, until the first run names its holders
         for position, run, offset, length in self.walk(keys):
             staying = run.full if offset + length == len(run.keys) else _holders_of(run, offset + length)
-            dropped = (alive & ~staying) if position else _mask_of(run) & ~staying
-            while dropped:
-                bit = dropped & -dropped
-                dropped ^= bit
-                slot = bit.bit_length() - 1
-                hold = run.holds.get(slot)
-                held = position + max(hold.num_blocks - offset, 0) if hold else position
-                if held:
-                    matched[slot] = held
-            alive = staying if alive < 0 else alive & staying
+            if alive < 0:
+                alive = _mask_of(run)
+            dropped = alive & ~staying
+            if dropped:
+                if position:
+                    for slot in slots_of(dropped):
+                        matched[slot] = position
+                for slot, hold in run.holds.items():
+                    if dropped >> slot & 1 and hold.num_blocks > offset:
+                        matched[slot] = position + hold.num_blocks - offset
+            alive &= staying
             end = position + length
             if not alive:
                 break
-        while alive > 0:
-            bit = alive & -alive
-            alive ^= bit
-            matched[bit.bit_length() - 1] = end
+        if alive > 0:
+            for slot in slots_of(alive):
+                matched[slot] = end
         return matched
 
     def walk(self, keys: Sequence[BlockKey]) -> Iterator[tuple[int, Run, int, int]]:
@@ -250,6 +251,12 @@ class RunTable:
             pinned = any(hold.num_pins for hold in run.holds.values())
             longest = max((hold.num_blocks for hold in run.holds.values()), default=0)
             assert pinned or longest == len(run.keys), "keys that nobody holds"
+
+
+@lru_cache(maxsize=4096)
+def slots_of(mask: int) -> tuple[int, ...]:
+    """The bits of `mask`. Remembered: the same holders are met again and again."""
+    return tuple(slot for slot in range(mask.bit_length()) if mask >> slot & 1)
 
 
 def _mask_of(run: Run) -> int:

@@ -46,7 +46,7 @@ from policies.prefix_index import PrefixIndex
 from policies.rate_book import RateBook
 from policies.replica import Replica, ReplicaStats
 from policies.retouch import Retouches
-from policies.types import FleetSnapshot, KeySpace, ReplicaId, ReplicaStatus, RouteRequest
+from policies.types import FleetSnapshot, KeySpace, PrefixChain, ReplicaId, ReplicaStatus, RouteRequest
 
 OUTPUT_WEIGHT = 0.05  # of a new request in the mean output
 
@@ -62,7 +62,7 @@ class FleetState:
         self._retouches = Retouches()
         self._replicas: dict[ReplicaId, Replica] = {}
         self._order: tuple[Replica, ...] = ()
-        self._candidates: dict[str, tuple[Replica, ...]] = {}  # READY ones by model, as far as asked for
+        self._candidates: dict[str, tuple[KeySpace | None, tuple[Replica, ...]]] = {}  # by model, as far as asked for
         self._leases: dict[str, Lease] = {}
         self._sequence = 0
         self._last_event_at = 0.0
@@ -96,27 +96,37 @@ class FleetState:
     def snapshot(self, request: RouteRequest, now: float) -> FleetSnapshot:
         """The replicas that may take `request` now: READY, serving its model, not excluded; ordered by id."""
         self._index.expire(now)
-        unknown: tuple[int, dict[ReplicaId, int]] = (request.num_tokens, {})
-        prompts = {space: self._prompt(request, space) for space in request.chains}
-        views = []
-        for replica in self._routable(request.model):
-            if replica.replica_id not in request.excluded:
+        space, replicas = self._routable(request.model)
+        if request.excluded:
+            replicas = tuple(r for r in replicas if r.replica_id not in request.excluded)
+        prompts = {space: self._matched(chain) for space, chain in request.chains.items()}
+        unknown = (request.num_tokens, self._index.nothing())
+        if space is not None:  # nearly always, so worth a loop of its own
+            num_tokens, matched = prompts.get(space, unknown)
+            views = [replica.view(num_tokens, matched[replica.slot], now) for replica in replicas]
+        else:
+            views = []
+            for replica in replicas:
                 num_tokens, matched = prompts.get(replica.key_space, unknown)
-                views.append(replica.view(num_tokens, matched.get(replica.replica_id, 0), now))
+                views.append(replica.view(num_tokens, matched[replica.slot], now))
         return FleetSnapshot(now, self._sequence, tuple(views), self._mean_output_tokens)
 
-    def _prompt(self, request: RouteRequest, space: KeySpace) -> tuple[int, dict[ReplicaId, int]]:
-        """The prompt's tokens as `space` counts them, and those that each replica holds (all but the last at most)."""
-        chain = request.chains[space]
+    def _matched(self, chain: PrefixChain) -> tuple[int, list[int]]:
+        """The prompt's tokens, and by slot those that each replica holds: all but the last at most."""
+        matched = [num_blocks * chain.block_tokens for num_blocks in self._index.match_slots(chain.keys)]
         most = max(chain.num_tokens - 1, 0)
-        matched = self._index.match(chain.keys)
-        return chain.num_tokens, {r: min(n * chain.block_tokens, most) for r, n in matched.items()}
+        if max(matched, default=0) > most:
+            matched = [min(tokens, most) for tokens in matched]
+        return chain.num_tokens, matched
 
-    def _routable(self, model: str) -> tuple[Replica, ...]:
+    def _routable(self, model: str) -> tuple[KeySpace | None, tuple[Replica, ...]]:
+        """The READY replicas that serve `model`, and their key space where it is one and the same."""
         found = self._candidates.get(model)
         if found is None:
-            found = tuple(r for r in self._order if r.status is ReplicaStatus.READY and model in r.models)
-            if found:  # a name that nobody serves is not kept: clients choose it
+            replicas = tuple(r for r in self._order if r.status is ReplicaStatus.READY and model in r.models)
+            spaces = {replica.key_space for replica in replicas}
+            found = (spaces.pop() if len(spaces) == 1 else None, replicas)
+            if replicas:  # a name that nobody serves is not kept: clients choose it
                 self._candidates[model] = found
         return found
 
@@ -136,7 +146,7 @@ class FleetState:
     def check_invariants(self) -> None:
         self._index.check_invariants()
         self._retouches.check_invariants()
-        for model, found in self._candidates.items():
+        for model, (_, found) in self._candidates.items():
             assert found == tuple(r for r in self._order if r.status is ReplicaStatus.READY and model in r.models)
         on_replicas: dict[str, Lease] = {}
         for replica in self._order:
@@ -210,6 +220,7 @@ class FleetState:
     def _mirror(self, replica: Replica) -> None:
         guess = max(self._config.default_capacity_tokens // max(replica.block_tokens, 1), 1)
         self._index.add(replica.replica_id, replica.num_blocks, guess)
+        replica.slot = self._index.slot(replica.replica_id)
 
     def _resize(self, replica: Replica, num_blocks: int | None) -> None:
         if num_blocks:

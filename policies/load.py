@@ -122,9 +122,7 @@ class ReplicaLoad:
         self.num_running = 0
         self.queued_prefill_tokens = 0
         self.kv_usage = 0.0
-        self._served_since = 0.0
-        self._head_s = 0.0
-        self._rest_s = 0.0
+        self.clear_at = -inf
 
     # Leases
 
@@ -254,7 +252,11 @@ class ReplicaLoad:
         return self._head_since
 
     def refresh(self, now: float, num_blocks: int) -> None:
-        """Bring what a view needs up to `now`, and say until when it holds (but for the clock, queued_prefill_s)."""
+        """Bring what a view needs up to `now`, and say until when it holds.
+
+        The work clock runs down by a second a second, so it is kept as the time when all would be done: W is
+        `clear_at - now` until the head is due. A head that overruns moves that time, and is worked out every time.
+        """
         if self.report is not None or self.waiting:
             self.advance(now)
         left = self._foreign_left(now)
@@ -262,29 +264,24 @@ class ReplicaLoad:
         self.num_running = len(self.running) + self.foreign_running
         self.queued_prefill_tokens = self._waiting_tokens + int(self._foreign_tokens * left)
         kv_usage = self._unreported_blocks / num_blocks if num_blocks else 0.0
-        self.stale_at = inf
+        self.stale_at, self.clear_at = inf, -inf
         if self.report is not None:
             kv_usage += self.report.kv_usage
             self.stale_at = -inf if left else self.report.at + FOREIGN_TTL_S
+            self.clear_at = self.report.at + self._foreign_s if left else -inf
         self.kv_usage = min(kv_usage, 1.0)
         if self.waiting:
-            head = next(iter(self.waiting.values()))
-            self._served_since, self._head_s = self._service_start(), head.prefill_s
-            self._rest_s = max(self._waiting_s - head.prefill_s, 0.0)
-            if not head.streamed:
-                self.stale_at = min(self.stale_at, self._served_since + head.prefill_s)
+            head_s, since = next(iter(self.waiting.values())).prefill_s, self._service_start()
+            rest_s = max(self._waiting_s - head_s, 0.0)
+            overrun = now - (since + head_s)
+            if overrun > 0.0:
+                self.clear_at, self.stale_at = now + rest_s + OVERRUN_SHARE * overrun, -inf
+            else:
+                self.clear_at, self.stale_at = since + head_s + rest_s, min(self.stale_at, since + head_s)
 
     def queued_prefill_s(self, now: float) -> float:
         """The work clock W, after `refresh`."""
-        if not self.waiting:
-            return self._foreign_s * self._foreign_left(now) if self._foreign_s else 0.0
-        served = now - self._served_since
-        if served <= 0.0:
-            remaining = self._head_s
-        else:
-            remaining = self._head_s - served if served <= self._head_s else OVERRUN_SHARE * (served - self._head_s)
-        queued_s = self._rest_s + remaining
-        return queued_s + self._foreign_s * self._foreign_left(now) if self._foreign_s else queued_s
+        return max(self.clear_at - now, 0.0)
 
     def figures(self, now: float, num_blocks: int) -> LoadFigures:
         """All of it at one moment, for metrics."""

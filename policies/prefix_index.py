@@ -44,6 +44,8 @@ class PrefixIndex:
         self._table = RunTable()
         self._mirrors: dict[ReplicaId, Mirror] = {}
         self._replica_of: dict[int, ReplicaId] = {}
+        self._num_slots = 0
+        self._distrusted: dict[int, float] = {}  # slots whose matches are scaled down
 
     def __len__(self) -> int:
         """Distinct keys known."""
@@ -58,11 +60,15 @@ class PrefixIndex:
         guess = default_num_blocks or self._default_num_blocks
         self._mirrors[replica_id] = Mirror(self._table, slot, num_blocks or guess, num_blocks > 0, self._learns)
         self._replica_of[slot] = replica_id
+        self._num_slots = max(self._replica_of) + 1
 
     def remove(self, replica_id: ReplicaId) -> None:
         """Forget the replica and all that it held."""
         self._mirrors[replica_id].drop_all(keep_pins=False)
-        del self._replica_of[self._mirrors.pop(replica_id).slot]
+        slot = self._mirrors.pop(replica_id).slot
+        del self._replica_of[slot]
+        self._distrusted.pop(slot, None)
+        self._num_slots = max(self._replica_of, default=-1) + 1
 
     def resize(self, replica_id: ReplicaId, num_blocks: int) -> None:
         """The replica told its capacity. What was learned about it stays unless the figure changed."""
@@ -83,17 +89,25 @@ class PrefixIndex:
 
     # Look-up
 
-    def match(self, keys: Sequence[BlockKey]) -> dict[ReplicaId, int]:
-        """Leading blocks of `keys` that each replica is expected to reuse; replicas with none are left out."""
-        matched: dict[ReplicaId, int] = {}
-        for slot, num_blocks in self._table.match(keys).items():
-            replica_id = self._replica_of[slot]
-            mirror = self._mirrors[replica_id]
-            if mirror.trust < FULL_TRUST and not mirror.authoritative:
-                num_blocks = int(num_blocks * mirror.trust)
-            if num_blocks:
-                matched[replica_id] = num_blocks
+    def slot(self, replica_id: ReplicaId) -> int:
+        """Where `match_slots` has the replica."""
+        return self._mirrors[replica_id].slot
+
+    def match_slots(self, keys: Sequence[BlockKey]) -> list[int]:
+        """Leading blocks of `keys` that the replica in each slot is expected to reuse."""
+        matched = self._table.match(keys, self._num_slots)
+        for slot, trust in self._distrusted.items():
+            matched[slot] = int(matched[slot] * trust)
         return matched
+
+    def nothing(self) -> list[int]:
+        """What match_slots answers to an unknown prompt."""
+        return [0] * self._num_slots
+
+    def match(self, keys: Sequence[BlockKey]) -> dict[ReplicaId, int]:
+        """The same by replica; those with none are left out."""
+        matched = self.match_slots(keys)
+        return {replica_id: matched[slot] for slot, replica_id in self._replica_of.items() if matched[slot]}
 
     def num_blocks(self, replica_id: ReplicaId) -> int:
         return self._mirrors[replica_id].num_held
@@ -173,7 +187,15 @@ class PrefixIndex:
 
     def realised(self, replica_id: ReplicaId, num_expected: int, num_cached: int) -> None:
         """A request reused `num_cached` blocks where `num_expected` were thought confirmed."""
-        self._mirrors[replica_id].realised(num_expected, num_cached)
+        mirror = self._mirrors[replica_id]
+        mirror.realised(num_expected, num_cached)
+        self._judge(mirror)
+
+    def _judge(self, mirror: Mirror) -> None:
+        if mirror.trust < FULL_TRUST and not mirror.authoritative:
+            self._distrusted[mirror.slot] = mirror.trust
+        else:
+            self._distrusted.pop(mirror.slot, None)
 
     # KV events
 
@@ -181,6 +203,7 @@ class PrefixIndex:
         """The replica says that it holds `keys`, consecutive blocks of one prompt, root side first."""
         mirror = self._mirrors[replica_id]
         mirror.authoritative = not mirror.feed_lost
+        self._judge(mirror)
         mirror.store(tuple(dict.fromkeys(keys)))
         mirror.evict()
 
@@ -188,18 +211,21 @@ class PrefixIndex:
         """The replica says that it no longer holds `keys` (any blocks, in any order)."""
         mirror = self._mirrors[replica_id]
         mirror.authoritative = not mirror.feed_lost
+        self._judge(mirror)
         mirror.discard(keys)
 
     def clear(self, replica_id: ReplicaId) -> None:
         """The replica emptied its cache; requests in flight keep their pins. Its feed is whole again."""
         mirror = self._mirrors[replica_id]
         mirror.authoritative, mirror.feed_lost = True, False
+        self._judge(mirror)
         mirror.drop_all(keep_pins=True)
 
     def lose_feed(self, replica_id: ReplicaId) -> None:
         """Its events can't be relied on from here: mirror it by predictions until `clear`."""
         mirror = self._mirrors[replica_id]
         mirror.authoritative, mirror.feed_lost = False, True
+        self._judge(mirror)
         mirror.expiries.clear()
         mirror.evict()
 
@@ -218,6 +244,8 @@ class PrefixIndex:
         for run in set(self._table.where.values()):
             for slot, hold in run.holds.items():
                 by_slot[slot].add(hold)
+        distrusted = [m for m in self._mirrors.values() if m.trust < FULL_TRUST and not m.authoritative]
+        assert self._distrusted == {mirror.slot: mirror.trust for mirror in distrusted}
         for replica_id, mirror in self._mirrors.items():
             assert self._replica_of[mirror.slot] == replica_id
             holds = list(mirror.holds())

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from functools import partial
 
 from policies.cost import SpeedModel
 from policies.load import ReplicaLoad
 from policies.prefix_index import PrefixIndex
 from policies.types import KeySpace, Rates, ReplicaId, ReplicaStatus, ReplicaView
 
-_view = partial(tuple.__new__, ReplicaView)
+_new = tuple.__new__
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +45,7 @@ class Replica:
     load: ReplicaLoad = field(default_factory=lambda: ReplicaLoad(SpeedModel()))
     rates: Rates = field(default_factory=lambda: SpeedModel().own_rates())
     eviction_s: float = 0.0
+    slot: int = -1  # in the prefix index
 
     def view(self, num_tokens: int, matched_tokens: int, now: float) -> ReplicaView:
         """The replica as a policy sees it for a request of which it holds `matched_tokens`. Runs for every replica at
@@ -53,20 +53,22 @@ class Replica:
         load = self.load
         if now >= load.stale_at:
             load.refresh(now, self.num_blocks)
-        return _view(
+        queued_s = load.clear_at - now
+        return _new(
+            ReplicaView,
             (
                 self.replica_id,
                 self.incarnation,
                 num_tokens,
                 matched_tokens,
                 load.queued_prefill_tokens,
-                load.queued_prefill_s(now),
+                queued_s if queued_s > 0.0 else 0.0,
                 load.num_waiting,
                 load.num_running,
                 load.kv_usage,
                 self.rates,
                 self.eviction_s,
-            )
+            ),
         )
 
     def stats(self, index: PrefixIndex, now: float) -> ReplicaStats:

@@ -22,13 +22,19 @@ So a cold fleet spreads by chance and stays spread, because every dispatch raise
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
+from operator import attrgetter
+from typing import NamedTuple
 
 from policies.decide import own_prefill_s, pick
 from policies.types import Decision, FleetSnapshot, LazyScores, ReplicaView, RouteRequest, Score
 
 TIE_SHARE = 0.05
 TIE_S = 0.001
+
+_NUM_WAITING = attrgetter("num_waiting")
+_MATCHED_TOKENS = attrgetter("matched_tokens")
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,6 +55,18 @@ class WarmConfig:
     quadratic: bool = True
 
 
+class _Weights(NamedTuple):
+    """What is the same for all replicas: the weights of p, p q, d and e, the longest match, and whether attention's
+    quadratic term counts (1 or 0)."""
+
+    own: float
+    delay: float
+    decode: float
+    price: float
+    longest: int
+    quadratic: float
+
+
 class Warm:
     """Least expected seconds of marginal harm."""
 
@@ -61,33 +79,30 @@ class Warm:
         """See the module's header. `reason`: only_replica, cold (nobody holds a block), warm (the longest match won)
         or balance (a longer match lost to load)."""
         views = fleet.replicas
-        costs = self._costs(request, fleet)
+        weights = self._weights(request, fleet)
+        costs = self._costs(views, weights)
         least = min(costs)
         bound = least + max(TIE_SHARE * least, TIE_S)
         near = [view for view, cost in zip(views, costs, strict=True) if cost <= bound]
         chosen = near[0] if len(near) == 1 else _break_tie(near, rng)
-        longest = max([view.matched_tokens for view in views])
         return Decision(
-            replica_id=chosen.replica_id,
-            policy=self.name,
-            reason=_reason(chosen, longest, len(views)),
-            matched_tokens=chosen.matched_tokens,
-            num_tokens=chosen.num_tokens,
-            expected_ttft_s=chosen.queued_prefill_s + own_prefill_s(chosen),
-            scores=LazyScores(lambda: self._scores(request, fleet)),
+            chosen.replica_id,
+            self.name,
+            _reason(chosen, weights.longest, len(views)),
+            chosen.matched_tokens,
+            chosen.num_tokens,
+            chosen.queued_prefill_s + own_prefill_s(chosen),
+            LazyScores(lambda: self._scores(views, weights)),
         )
 
-    def _costs(self, request: RouteRequest, fleet: FleetSnapshot) -> list[float]:
+    def _costs(self, views: Sequence[ReplicaView], weights: _Weights) -> list[float]:
         """The total of every replica. The same sum as in _scores, without names: this is the hot path."""
-        config = self._config
-        own, decode, price, longest = self._weights(request, fleet)
-        delay, quadratic = config.delay, config.quadratic
+        own, delay, decode, price, longest, quadratic = weights
         costs = []
-        for _, _, num_tokens, matched, _, queued_s, num_waiting, num_running, _, rates, eviction_s in fleet.replicas:
+        for _, _, num_tokens, matched, _, queued_s, num_waiting, num_running, _, rates, eviction_s in views:
             uncached = num_tokens - matched
-            prefill = rates.base_s + rates.linear_s * uncached
-            if quadratic:
-                prefill += rates.quadratic_s * uncached * (matched + uncached / 2)
+            attention = quadratic * rates.quadratic_s * (matched + uncached / 2)
+            prefill = rates.base_s + uncached * (rates.linear_s + attention)
             cost = queued_s + prefill * (own + delay * num_waiting)
             if num_running:
                 cost += decode * num_running * rates.decode_kv_s * num_tokens
@@ -96,39 +111,38 @@ class Warm:
             costs.append(cost)
         return costs
 
-    def _scores(self, request: RouteRequest, fleet: FleetSnapshot) -> tuple[Score, ...]:
+    def _scores(self, views: Sequence[ReplicaView], weights: _Weights) -> tuple[Score, ...]:
         """Every term by name."""
-        config = self._config
-        _, decode, price, longest = self._weights(request, fleet)
         scores = []
-        for view in fleet.replicas:
-            prefill = self._prefill_s(view)
+        for view in views:
+            prefill = own_prefill_s(view)
+            if not self._config.quadratic:
+                prefill = view.rates.base_s + view.rates.linear_s * (view.num_tokens - view.matched_tokens)
             terms = {
                 "queue": view.queued_prefill_s,
                 "prefill": prefill,
-                "recompute": config.tau * prefill,
-                "delay": config.delay * prefill * view.num_waiting,
-                "decode": decode * view.num_running * view.rates.decode_kv_s * view.num_tokens,
-                "duplicates": price * view.eviction_s * (longest - view.matched_tokens),
+                "recompute": self._config.tau * prefill,
+                "delay": weights.delay * prefill * view.num_waiting,
+                "decode": weights.decode * view.num_running * view.rates.decode_kv_s * view.num_tokens,
+                "duplicates": weights.price * view.eviction_s * (weights.longest - view.matched_tokens),
             }
             scores.append(Score(view.replica_id, sum(terms.values()), terms))
         return tuple(scores)
 
-    def _weights(self, request: RouteRequest, fleet: FleetSnapshot) -> tuple[float, float, float, int]:
-        """What is the same for all replicas: of p, of d, of e, and the longest match."""
+    def _weights(self, request: RouteRequest, fleet: FleetSnapshot) -> _Weights:
         config, views = self._config, fleet.replicas
         expected_output = fleet.expected_output_tokens
         if request.max_output_tokens is not None:
             expected_output = min(expected_output, request.max_output_tokens)
-        mean_queue = sum([view.num_waiting for view in views]) / len(views)
-        price = config.duplicate_price * (2.0 + mean_queue)
-        longest = max([view.matched_tokens for view in views])
-        return 1.0 + config.tau, config.kappa * expected_output, price, longest
-
-    def _prefill_s(self, view: ReplicaView) -> float:
-        if self._config.quadratic:
-            return own_prefill_s(view)
-        return view.rates.base_s + view.rates.linear_s * (view.num_tokens - view.matched_tokens)
+        mean_queue = sum(map(_NUM_WAITING, views)) / len(views)
+        return _Weights(
+            1.0 + config.tau,
+            config.delay,
+            config.kappa * expected_output,
+            config.duplicate_price * (2.0 + mean_queue),
+            max(map(_MATCHED_TOKENS, views)),
+            float(config.quadratic),
+        )
 
 
 def _break_tie(near: list[ReplicaView], rng: random.Random) -> ReplicaView:
