@@ -11,6 +11,7 @@ more on a new connection. A reset on a new connection is the replica's failure.
 
 from __future__ import annotations
 
+import os
 import time
 from collections.abc import Iterable
 from contextvars import ContextVar
@@ -189,4 +190,8 @@ def _session(connector: TCPConnector, connect_s: float) -> aiohttp.ClientSession
 
 
 def _why(error: BaseException) -> str:
+    """The system's own word for it where there is one; aiohttp's and asyncio's texts repeat the address."""
+    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
+    if isinstance(cause, OSError) and cause.errno:
+        return os.strerror(cause.errno).lower()
     return str(error) or type(error).__name__
