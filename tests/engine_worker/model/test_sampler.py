@@ -124,6 +124,14 @@ def test_top_p_keeps_the_token_that_crosses_the_limit() -> None:
         assert drawn == (allowed or {0, 1, 2, 3}), top_p
 
 
+def test_top_p_counts_the_mass_that_top_k_left_whatever_the_neighbours_top_k() -> None:
+    """0.5, 0.3, 0.2: after top-k 2 the first holds 0.625, so top-p 0.62 ends with it; of all three it holds 0.5."""
+    largest = torch.tensor([[0.5, 0.3, 0.2]]).log().expand(3, -1)
+    rows = [SamplingParams(max_tokens=1, top_k=k, top_p=p) for k, p in ((2, 0.62), (3, 0.62), (2, 0.63))]
+    least = sampler_draw.thresholds(largest, rows).exp().tolist()
+    assert least == pytest.approx([0.5, 0.3, 0.3])
+
+
 def test_top_p_of_zero_is_greedy() -> None:
     logits = random_logits(5)
     assert sample_ids(make_sampler(), logits, [segment(top_p=0.0) for _ in range(5)]) == logits.argmax(-1).tolist()
@@ -176,6 +184,7 @@ def test_a_seeded_request_draws_the_same_whatever_runs_beside_it() -> None:
     def crowded(seed: int, **params: Any) -> list[int]:
         sampler, mine = make_sampler(500), segment(seed=seed, **params)
         others = [segment(), segment(seed=5), segment(temperature=0.0), segment(top_k=7), segment(top_p=0.4, seed=8)]
+        others.append(segment(top_k=200, top_p=0.9))
         for i, logits in enumerate(steps):
             batch = [*rng.sample(others, rng.randrange(1, 6)), mine]
             rng.shuffle(batch)
@@ -343,8 +352,10 @@ def test_logprobs_are_log_softmax_of_the_raw_logits() -> None:
 
 def test_more_logprobs_than_tokens_gives_all_of_them() -> None:
     mine = segment(temperature=0.0, num_logprobs=20)
-    tokens, _ = make_sampler(6).sample(random_logits(1, vocab_size=6), [mine])
-    assert len(tokens[mine.request.request_id].top_logprobs) == 6
+    logits = random_logits(1, vocab_size=6)
+    tokens, _ = make_sampler(6).sample(logits, [mine])
+    top = tokens[mine.request.request_id].top_logprobs
+    assert [p for _, p in top] == pytest.approx(sorted(logits[0].log_softmax(-1).tolist(), reverse=True), abs=1e-5)
 
 
 # ---- failures stay with their row
