@@ -72,7 +72,12 @@ class Screen:
         for name, row in self._rows.items():
             style = {"ready": "green", "starting": "yellow"}.get(row.status, "red")
             seconds = f"{time.monotonic() - row.since:.0f} s" if row.status != "ready" else ""
-            table.add_row(Text(name), Text(row.status, style=style), Text(row.detail), Text(seconds, style="dim"))
+            table.add_row(
+                Text(name),
+                Text(row.status, style=style),
+                Text("" if row.detail == row.status else row.detail),
+                Text(seconds, style="dim"),
+            )
         return table
 
 

@@ -14,6 +14,7 @@ from tests.support.processes import ROOT
 
 PACKAGES = ("policies", "gateway", "engine_worker", "loadtest")
 MAX_LINES = 350
+MAX_TEST_LINES = 450  # lists of cases are long and easy to read
 SUFFIXES = "py|md|yml|yaml|json|toml|txt"
 
 
@@ -22,10 +23,9 @@ def sources(*folders: str) -> list[Path]:
 
 
 def test_no_file_is_too_long_to_read_in_one_go() -> None:
-    lengths = {
-        path.relative_to(ROOT): len(path.read_text("utf-8").splitlines()) for path in sources(*PACKAGES, "tests")
-    }
-    assert {str(path): length for path, length in lengths.items() if length > MAX_LINES} == {}
+    limits = {**dict.fromkeys(sources(*PACKAGES), MAX_LINES), **dict.fromkeys(sources("tests"), MAX_TEST_LINES)}
+    lengths = {path: len(path.read_text("utf-8").splitlines()) for path in limits}
+    assert {str(path): length for path, length in lengths.items() if length > limits[path]} == {}
 
 
 def test_every_module_opens_with_its_theory() -> None:
