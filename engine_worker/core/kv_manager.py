@@ -99,7 +99,7 @@ class KVCacheManager:
     def lookup(self, request: Request) -> list[BlockId]:
         """The cached blocks of the request's longest cached prefix, first to last. Changes nothing but its hashes."""
         hit: list[BlockId] = []
-        if not self.enable_prefix_caching:
+        if not self.enable_prefix_caching or request.skips_cache_reads:
             return hit
         chain = self._chain(request)
         hashes, token_ids, parent = chain.hashes, chain.token_ids, chain.root
@@ -132,6 +132,10 @@ class KVCacheManager:
             self.prefix_cache_queries += request.num_tokens
             self.prefix_cache_hits += request.num_computed
 
+    def has_slot(self, request: Request) -> bool:
+        """Whether the table already covers the position behind num_computed."""
+        return request.num_computed < len(request.block_ids) * self.block_size
+
     def num_tokens_allocatable(self, request: Request) -> int:
         """How many positions behind num_computed could get a slot now, without freeing anything."""
         return (len(request.block_ids) + self._pool.num_free) * self.block_size - request.num_computed
@@ -151,12 +155,13 @@ class KVCacheManager:
 
     def commit(self, request: Request, end: int) -> None:
         """Positions num_computed to end - 1 were computed: advances num_computed and names the blocks now full."""
-        assert request.num_computed < end <= request.num_tokens
+        start, num_full = request.num_computed, end // self.block_size
+        assert start < end <= request.num_tokens
         request.num_computed = end
-        if self.enable_prefix_caching:
+        if self.enable_prefix_caching and num_full > start // self.block_size:
             chain = self._chains[request.request_id]
-            if end // self.block_size > chain.num_registered and chain.caching:
-                self._register(chain, request, end // self.block_size)
+            if num_full > chain.num_registered and chain.caching:
+                self._register(chain, request, num_full)
 
     def free(self, request: Request) -> None:
         """Drops the table and sets num_computed to 0. Cached blocks stay reusable until they are handed out.

@@ -58,10 +58,8 @@ class _Step:
 
     def add(self, request: Request, end: int) -> None:
         start = request.num_computed
-        token_ids = request.token_ids(start, end)
-        self.segments[request.request_id] = Segment(
-            request, start, token_ids, request.block_ids, sample=end == request.num_tokens
-        )
+        token_ids, sample = request.token_ids(start, end), end == request.num_tokens
+        self.segments[request.request_id] = Segment(request, start, token_ids, request.block_ids, sample)
         self.budget -= end - start
 
     def drop(self, victim: Request) -> None:
@@ -134,8 +132,10 @@ class Scheduler:
     def plan(self, now: float) -> StepPlan:
         """Decides the next step; admits and preempts. `now` is only noted. Commit the plan before the next one."""
         step = _Step(budget=self.config.max_num_batched_tokens)
-        decodes = [r for r in self._running if r.num_tokens - r.num_computed == 1]
-        prefills = [r for r in self._running if r.num_tokens - r.num_computed > 1]
+        decodes: list[Request] = []
+        prefills: list[Request] = []
+        for request in self._running:
+            (decodes if request.num_tokens - request.num_computed == 1 else prefills).append(request)
         for request in decodes:
             self._continue(request, step)
         for request in prefills:
@@ -158,11 +158,12 @@ class Scheduler:
                 updates.append(self._update(request, None, FinishReason.ERROR, error))
                 continue
             self._kv.commit(request, segment.end)
+            scores = result.prompt_logprobs.get(request.request_id, ())
+            request.num_scored += len(scores)
             if segment.sample:
-                token = result.sampled[request.request_id]
-                request.output_ids.append(token.token_id)
-                reason = finish_reason(request, self.config.max_model_len, self.config.eos_token_ids)
-                updates.append(self._update(request, token, reason))
+                updates.append(self._sampled(request, result, scores))
+            elif scores:
+                updates.append(self._update(request, None, None, scores=scores))
         return updates
 
     # -- what others read
@@ -214,6 +215,9 @@ class Scheduler:
         """Gives a running request its share of the step: all it lacks, or what budget and free blocks allow."""
         if request.status is not RequestStatus.RUNNING or step.budget == 0:
             return  # preempted for one before it, or the step is full
+        if self._kv.has_slot(request) and request.num_tokens - request.num_computed == 1:
+            step.add(request, request.num_computed + 1)  # most decodes: no block to find
+            return
         while (num_slots := self._kv.num_tokens_allocatable(request)) == 0:
             if not self._preempt_for(request, step):
                 return  # it stalls, and those before it go on
@@ -269,13 +273,29 @@ class Scheduler:
         num_tokens = min(request.num_tokens + self._kv.block_size, most)
         return self._kv.num_blocks_for(num_tokens) - len(request.block_ids)
 
+    def _sampled(self, request: Request, result: StepResult, scores: tuple[SampledToken, ...]) -> RequestUpdate:
+        """The request got a token."""
+        token = result.sampled[request.request_id]
+        request.output_ids.append(token.token_id)
+        reason = finish_reason(request, self.config.max_model_len, self.config.eos_token_ids)
+        is_complete = request.request_id in result.completed and reason is not FinishReason.STOP
+        return self._update(request, token, FinishReason.STOP if is_complete else reason, None, is_complete, scores)
+
     def _update(
-        self, request: Request, token: SampledToken | None, reason: FinishReason | None, error: str | None = None
+        self,
+        request: Request,
+        token: SampledToken | None,
+        reason: FinishReason | None,
+        error: str | None = None,
+        is_complete: bool = False,
+        scores: tuple[SampledToken, ...] = (),
     ) -> RequestUpdate:
         assert request.num_cached_tokens is not None
         if reason is not None:
             self._finish(request)
-        return RequestUpdate(request.request_id, token, reason, request.num_cached_tokens, error)
+        return RequestUpdate(
+            request.request_id, token, reason, request.num_cached_tokens, error, is_complete, scores
+        )
 
     def _finish(self, request: Request) -> None:
         key = self._keys.pop(request.request_id)

@@ -27,6 +27,11 @@ class SamplingParams:
     sampled token's and the k likeliest ones'. `stop_token_ids` ends the sequence unless `ignore_eos` is set for ids in
     the model's EOS set; `min_tokens` forbids all of them until that many tokens were made. Stop strings live in the
     detokenizer, not here.
+
+    `grammar` is llguidance's serialised grammar that the whole output must follow; "" is none. `allowed_token_ids`
+    restricts the output to these ids where any are given. `bad_words` are token sequences that must not appear: the
+    last token of one is forbidden behind the others. `num_prompt_logprobs` asks for the prompt's own logprobs, with as
+    many likeliest tokens beside each; None for none.
     """
 
     max_tokens: int
@@ -43,6 +48,10 @@ class SamplingParams:
     min_tokens: int = 0
     ignore_eos: bool = False
     num_logprobs: int | None = None
+    grammar: str = ""
+    allowed_token_ids: tuple[int, ...] = ()
+    bad_words: tuple[tuple[int, ...], ...] = ()
+    num_prompt_logprobs: int | None = None
 
 
 class RequestStatus(StrEnum):
@@ -52,7 +61,7 @@ class RequestStatus(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """STOP: an EOS or stop token. LENGTH: max_tokens or model length. ABORT: cancelled. ERROR: it failed alone."""
+    """STOP: an EOS or stop token, or a grammar that is complete. LENGTH: max_tokens or model length. ABORT: cancelled. ERROR: it failed alone."""
 
     STOP = "stop"
     LENGTH = "length"
@@ -70,6 +79,7 @@ class Request:
     leader_id         a sibling (another of the n choices) whose prompt must be computed first, so that this one finds
                       the prompt's blocks in the cache. Add the leader before its followers
     first_planned_s   the `now` of the first plan that computed some of it; None before (its time in the queue)
+    num_scored        prompt tokens behind the first whose logprobs were reported (with `num_prompt_logprobs` only)
     """
 
     request_id: str
@@ -86,10 +96,16 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     num_preemptions: int = 0
     first_planned_s: float | None = None
+    num_scored: int = 0
 
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_ids) + len(self.output_ids)
+
+    @property
+    def skips_cache_reads(self) -> bool:
+        """Whether logits of the prompt are still wanted, which only computing it gives: a cached prefix has none."""
+        return self.params.num_prompt_logprobs is not None and self.num_scored < len(self.prompt_ids) - 1
 
     def token_ids(self, start: int, end: int) -> tuple[int, ...]:
         """Ids of positions start..end-1, prompt first, then output."""
@@ -121,6 +137,14 @@ class Segment:
     def end(self) -> int:
         return self.start + len(self.token_ids)
 
+    @property
+    def scored(self) -> range:
+        """Positions whose logits are wanted for the logprob of the prompt token behind each."""
+        request = self.request
+        if request.params.num_prompt_logprobs is None:
+            return range(0)
+        return range(max(self.start, request.num_scored), min(self.end, len(request.prompt_ids) - 1))
+
 
 @dataclass(frozen=True, slots=True)
 class StepPlan:
@@ -145,18 +169,31 @@ class SampledToken:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """The runner's answer: a token for every segment with `sample`, except for requests that failed alone."""
+    """The runner's answer: a token for every segment with `sample`, except for requests that failed alone.
+
+    failed           request id -> one sentence
+    completed        requests whose grammar allows nothing behind the sampled token
+    prompt_logprobs  request id -> the prompt token behind each of the segment's `scored` positions, with logprobs
+    """
 
     sampled: dict[str, SampledToken]
-    failed: dict[str, str] = field(default_factory=dict)  # request id -> one sentence
+    failed: dict[str, str] = field(default_factory=dict)
+    completed: frozenset[str] = frozenset()
+    prompt_logprobs: dict[str, tuple[SampledToken, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestUpdate:
-    """What a committed step means for one request, to be sent to whoever waits for it."""
+    """What a committed step means for one request, to be sent to whoever waits for it.
+
+    is_complete      the grammar's end ended the sequence: the last token is part of the output, no stop token
+    prompt_logprobs  prompt tokens with their logprobs, those that follow what earlier updates brought
+    """
 
     request_id: str
     token: SampledToken | None
     finish_reason: FinishReason | None
     num_cached_tokens: int
     error: str | None = None
+    is_complete: bool = False
+    prompt_logprobs: tuple[SampledToken, ...] = ()

@@ -1,4 +1,4 @@
-"""Simulated time: a heap of things to do, run in order of time, and in order of being asked for where times are equal."""
+"""Simulated time: a heap of things to do, run in order of time; of equal times, the one asked for first goes first."""
 
 from __future__ import annotations
 

@@ -108,7 +108,7 @@ def gpu_named(name: str) -> Gpu:
 
 
 def parse_fleet(text: str, num_replicas: int) -> list[Gpu]:
-    """`h100` for all replicas, or shares such as `h100:4,l4:2` whose sum is the fleet. Raises UnknownGpu, ValueError."""
+    """`h100` for all replicas, or parts such as `h100:4,l4:2` that make up the fleet. Raises UnknownGpu, ValueError."""
     parts = [part.strip() for part in text.split(",") if part.strip()]
     if len(parts) == 1 and ":" not in parts[0]:
         return [gpu_named(parts[0])] * num_replicas

@@ -1,4 +1,4 @@
-"""One request on its way through the simulated fleet, and what is kept of it: raw times, from which all figures come."""
+"""One request on its way through the simulated fleet, and what is kept of it: raw times, whence all figures."""
 
 from __future__ import annotations
 

@@ -25,9 +25,9 @@ ROOT = BlockHash(hashlib.sha256(b"simulated").digest())
 OUTPUT_ID = -1
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class BlockName:
-    """One distinct prefix. `token_ids` stands in for its last block's."""
+    """One distinct prefix, and the same object wherever it occurs. `token_ids` stands in for its last block's."""
 
     block_hash: BlockHash
     key: BlockKey

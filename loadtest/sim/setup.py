@@ -49,8 +49,8 @@ class Conditions:
     """Everything between a perfect gateway and a real one. Zeros: one gateway that learns at once of all it sees.
 
     gateways        requests are dealt out to so many; each knows of the others' after `share_delay_s`
-    kv_feed         engines publish KV events; they arrive `feed_delay_s` later, and a step's batch is lost for good with
-                    probability `feed_loss` (then the gateway asks for the whole cache, which takes `feed_recover_s`)
+    kv_feed         engines publish KV events; they arrive `feed_delay_s` later, and a step's batch is lost for good
+                    with probability `feed_loss` (the gateway then asks for the whole cache: `feed_recover_s`)
     poll_s          replicas are asked for their load so often (0: never)
     mtbf_s, mttr_s  a replica dies after `mtbf_s` on average (0: never) and is back, empty, after `mttr_s`
     detect_s        how long a gateway goes on sending to a dead replica before it knows

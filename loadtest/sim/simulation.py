@@ -90,13 +90,9 @@ class Simulation:
             self._start_engine(replica)
             if self.setup.conditions.kv_feed:
                 rng = self._rng(f"feed/{replica.index}")
-                replica.feed = KVFeed(
-                    replica.replica_id, self.clock, self.setup.conditions, rng, self._tell_all
-                )
+                replica.feed = KVFeed(replica.replica_id, self.clock, self.setup.conditions, rng, self._tell_all)
             blocks, tokens = self.setup.fleet.num_blocks[replica.index], self._trace.block_tokens
-            self._tell_all(
-                events.Joined(0.0, replica.replica_id, "0", frozenset((MODEL,)), SPACE, tokens, blocks)
-            )
+            self._tell_all(events.Joined(0.0, replica.replica_id, "0", frozenset((MODEL,)), SPACE, tokens, blocks))
 
     def _start_engine(self, replica: Replica) -> None:
         fleet = self.setup.fleet

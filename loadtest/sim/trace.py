@@ -10,8 +10,8 @@ own            a trace of your own, one request a line (`warmgate replay`):
                  timestamp            seconds from the start
                  num_output_tokens    how long the answer is
                  prompt_ids           the prompt's token ids, or instead of them
-                 block_ids            an id for each of the prompt's blocks, equal only where the blocks' texts are equal,
-                 num_prompt_tokens    and the prompt's length
+                 block_ids            an id for each of the prompt's blocks, equal only where the texts are equal, and
+                 num_prompt_tokens    the prompt's length
                  block_tokens         tokens a block (default 16; one value for the whole file)
                  session              optional: requests of one session follow each other
                  think_s              optional: seconds between the session's previous answer and this request
@@ -60,7 +60,7 @@ class TraceRequest:
 
 @dataclass(frozen=True, slots=True)
 class Trace:
-    """`sessions`: requests in order. `timed`: `at_s` counts from the start of the trace, so it can be replayed as is."""
+    """`sessions`: requests in order. `timed`: `at_s` counts from the trace's start, so it can be replayed as is."""
 
     name: str
     format: str

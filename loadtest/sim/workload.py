@@ -2,8 +2,8 @@
 
 Open loop. A timed trace is replayed in its order, every request at a random moment inside its tick, and the whole
 stretched or shrunk to the wanted rate. A trace of sessions has no common clock: sessions begin as a Poisson process
-whose rate makes the requests come at the wanted rate on average, and inside a session a request follows its predecessor's
-answer after its think time.
+whose rate makes the requests come at the wanted rate on average, and inside a session a request follows its
+predecessor's answer after its think time.
 
 Closed loop. Each user plays one session after the other, in an order shuffled by the seed. When no session is left to
 begin, nobody sends anything any more: a tail of few users would be another, lighter load. (A timed trace's request
@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
-from itertools import pairwise
 
 from loadtest.sim.clock import Clock
 from loadtest.sim.setup import Load
@@ -22,18 +21,13 @@ from loadtest.sim.trace import Trace, TraceRequest
 
 
 def jittered(trace: Trace, rng: random.Random) -> list[tuple[float, TraceRequest]]:
-    """A timed trace's requests with their moments, in order. A session's requests never overtake each other."""
-    arrivals = []
+    """A timed trace's requests with their moments from the start, in order. A session's never overtake each other."""
+    start = min(session[0].at_s for session in trace.sessions)
+    arrivals: list[tuple[float, TraceRequest]] = []
     for session in trace.sessions:
-        moments = [request.at_s + request.tick_s * rng.random() for request in session]
-        moments = [moment - trace_start(trace) for moment in moments]
-        assert all(a <= b for a, b in pairwise(moments)) or len(session) > 1
-        arrivals += list(zip(sorted(moments), session, strict=True))
+        moments = sorted(request.at_s - start + request.tick_s * rng.random() for request in session)
+        arrivals += zip(moments, session, strict=True)
     return sorted(arrivals, key=lambda arrival: arrival[0])
-
-
-def trace_start(trace: Trace) -> float:
-    return min(session[0].at_s for session in trace.sessions)
 
 
 class Workload:
