@@ -70,7 +70,7 @@ class Retouches:
             return 0.0
         tokens, pairs, within = self._beyond[_bin_of(idle_s)]
         kept = self._touched - within
-        return (rates.linear_s * tokens + rates.quadratic_s * pairs) / kept if kept > tokens else 0.0
+        return (rates.linear_s * tokens + rates.quadratic_s * pairs) / kept if tokens else 0.0
 
     def _sum(self) -> None:
         tokens = pairs = 0.0

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 from policies.events import Dispatched, Finished, FirstToken, Joined
 from policies.fleet import FleetConfig, FleetState
-from policies.types import BlockKey, KeySpace, PrefixChain, ReplicaId, RouteRequest
+from policies.types import BlockKey, KeySpace, PrefixChain, Rates, ReplicaId, ReplicaView, RouteRequest
 
 SPACE = KeySpace("tokens/16")
 BLOCK = 16
 MODEL = "m"
+RATES = Rates(base_s=0.01, linear_s=1e-4, quadratic_s=2e-9, decode_step_s=0.02, num_observations=10, decode_kv_s=1e-7)
 
 
 def key(path: str) -> BlockKey:
@@ -59,3 +60,19 @@ def matched_blocks(fleet: FleetState, path: str, now: float = 0.0) -> dict[str, 
     """Blocks of `path` that each routable replica is expected to hold."""
     views = fleet.snapshot(request("probe", path), now).replicas
     return {view.replica_id: view.matched_tokens // BLOCK for view in views}
+
+
+def view(name: str, **changes: object) -> ReplicaView:
+    values: dict[str, object] = {
+        "replica_id": ReplicaId(name),
+        "incarnation": "one",
+        "num_tokens": 1003,
+        "matched_tokens": 0,
+        "queued_prefill_tokens": 0,
+        "queued_prefill_s": 0.0,
+        "num_waiting": 0,
+        "num_running": 0,
+        "kv_usage": 0.0,
+        "rates": RATES,
+    }
+    return ReplicaView(**(values | changes))  # type: ignore[arg-type]

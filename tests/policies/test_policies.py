@@ -10,27 +10,9 @@ import pytest
 from policies.events import Dispatched, Finished, FirstToken
 from policies.fleet import FleetState
 from policies.registry import DEFAULT_POLICY, UnknownPolicy, make_policy, policy_names
-from policies.types import Decision, FleetSnapshot, Rates, ReplicaId, ReplicaView
+from policies.types import Decision, FleetSnapshot, ReplicaId, ReplicaView
 from policies.warm import Warm, WarmConfig
-from tests.policies.support import BLOCK, chain, dispatch, fleet_of, request, serve
-
-RATES = Rates(base_s=0.01, linear_s=1e-4, quadratic_s=2e-9, decode_step_s=0.02, num_observations=10, decode_kv_s=1e-7)
-
-
-def view(name: str, **changes: object) -> ReplicaView:
-    values: dict[str, object] = {
-        "replica_id": ReplicaId(name),
-        "incarnation": "one",
-        "num_tokens": 1003,
-        "matched_tokens": 0,
-        "queued_prefill_tokens": 0,
-        "queued_prefill_s": 0.0,
-        "num_waiting": 0,
-        "num_running": 0,
-        "kv_usage": 0.0,
-        "rates": RATES,
-    }
-    return ReplicaView(**(values | changes))  # type: ignore[arg-type]
+from tests.policies.support import BLOCK, RATES, chain, dispatch, fleet_of, request, serve, view
 
 
 def choose(name: str, *views: ReplicaView, seed: int = 0, sequence: int = 0) -> Decision:

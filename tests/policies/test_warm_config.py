@@ -1,0 +1,130 @@
+"""Each refinement of `warm` by itself: what it changes, and that nothing changes without it."""
+
+from __future__ import annotations
+
+import random
+
+import pytest
+
+from policies.events import FirstToken
+from policies.fleet import FleetConfig, FleetState
+from policies.types import FleetSnapshot, ReplicaId, ReplicaView, Score
+from policies.warm import Warm, WarmConfig
+from tests.policies.support import RATES, dispatch, fleet_of, matched_blocks, request, serve, view
+
+BUSY = view("a", matched_tokens=480, queued_prefill_s=0.5, num_waiting=2, num_running=4, eviction_s=1e-4)
+COLD = view("b", eviction_s=2e-4, num_waiting=4)
+
+
+def scores(config: WarmConfig, *views: ReplicaView) -> list[Score]:
+    snapshot = FleetSnapshot(0.0, 0, views or (BUSY, COLD))
+    return list(Warm(config).choose(request("r", "x"), snapshot, random.Random(0)).scores)
+
+
+def changed(config: WarmConfig) -> set[str]:
+    """Names of the terms that differ from the default's at either replica."""
+    pairs = [(was.terms, now.terms) for was, now in zip(scores(WarmConfig()), scores(config), strict=True)]
+    return {name for was, now in pairs for name in was if was[name] != now[name]}
+
+
+@pytest.mark.parametrize(
+    ("config", "terms"),
+    [
+        (WarmConfig(tau=4.0), {"recompute"}),
+        (WarmConfig(kappa=1.0), {"decode"}),
+        (WarmConfig(delay=0.0), {"delay"}),
+        (WarmConfig(duplicate_price=0.0), {"duplicates"}),
+        (WarmConfig(quadratic=False), {"prefill", "recompute", "delay"}),
+    ],
+)
+def test_a_setting_changes_its_own_terms_alone(config: WarmConfig, terms: set[str]) -> None:
+    assert changed(config) == terms
+
+
+@pytest.mark.parametrize("config", [WarmConfig(), WarmConfig(tau=4, kappa=1, delay=0.5), WarmConfig(quadratic=False)])
+def test_the_fast_sum_is_the_sum_of_the_terms(config: WarmConfig) -> None:
+    policy, snapshot = Warm(config), FleetSnapshot(0.0, 0, (BUSY, COLD, view("c", matched_tokens=1002)))
+    weights = policy._weights(request("r", "x"), snapshot)
+    named = policy._scores(snapshot.replicas, weights)
+    assert policy._costs(snapshot.replicas, weights) == pytest.approx([score.total for score in named])
+    assert [score.total for score in named] == pytest.approx([sum(score.terms.values()) for score in named])
+
+
+def test_only_duplicates_are_charged_by_what_they_push_out_where_they_go() -> None:
+    a, b = scores(WarmConfig())
+    assert a.terms["duplicates"] == 0.0  # it holds the longest match
+    # 480 tokens are held elsewhere; mean queue (2 + 4) / 2
+    assert b.terms["duplicates"] == pytest.approx((2 + 3) * 2e-4 * 480)
+    new = scores(WarmConfig(), view("a", eviction_s=1e-4), view("b", eviction_s=1.0))
+    assert [score.terms["duplicates"] for score in new] == [0.0, 0.0]
+
+
+def test_the_price_keeps_a_prefix_together_that_load_would_spread() -> None:
+    # waiting for a costs 0.105 s more than computing 480 tokens again at b, twice, in an idle fleet
+    queue = 2 * (RATES.prefill_s(1003, 0) - RATES.prefill_s(523, 480)) + 0.03
+    full = (view("a", matched_tokens=480, queued_prefill_s=queue), view("b", eviction_s=1e-4))
+    snapshot = FleetSnapshot(0.0, 0, full)
+    free = Warm(WarmConfig(duplicate_price=0.0)).choose(request("r", "x"), snapshot, random.Random(0))
+    priced = Warm().choose(request("r", "x"), snapshot, random.Random(0))
+    assert (free.replica_id, priced.replica_id) == ("b", "a")
+
+
+def test_without_the_quadratic_term_a_long_prompt_costs_what_its_tokens_do() -> None:
+    [linear] = scores(WarmConfig(quadratic=False), view("a", num_tokens=100_000))
+    assert linear.terms["prefill"] == pytest.approx(0.01 + 10.0)
+    [full] = scores(WarmConfig(), view("a", num_tokens=100_000))
+    assert full.terms["prefill"] == pytest.approx(0.01 + 10.0 + 2e-9 * 1e10 / 2)
+
+
+def test_a_price_is_learned_once_a_replica_is_full_and_its_blocks_come_back() -> None:
+    fleet = fleet_of("a", num_blocks=20)
+
+    def eviction_s(now: float) -> float:
+        return fleet.snapshot(request("probe", "q"), now).replicas[0].eviction_s
+
+    for i in range(3):
+        serve(fleet, "a", f"r{i}", chr(300 + i) * 6, float(10 * i))
+    assert eviction_s(30.0) == 0.0  # 18 blocks of 20, less a block for what an output may need
+    for turn in range(2, 8):  # five prompts of six blocks in turn where three have room: each comes back after 50 s
+        for i in range(5):
+            serve(fleet, "a", f"t{turn}-{i}", chr(300 + i) * 6, float(50 * turn + 10 * i))
+    assert eviction_s(400.0) == 0.0  # prompts shorter than a unit of 512 tokens aren't followed
+    big = fleet_of("a", num_blocks=200)
+    for turn in range(6):
+        for i in range(5):
+            serve(big, "a", f"t{turn}-{i}", chr(300 + i) * 60, float(50 * turn + 10 * i))
+    assert big.snapshot(request("probe", "q"), 300.0).replicas[0].eviction_s > 0.0
+    big.check_invariants()
+
+
+def mirror(config: FleetConfig) -> FleetState:
+    return fleet_of("a", num_blocks=10, config=config)
+
+
+def test_pins_keep_a_running_prompt_from_being_thought_evicted() -> None:
+    for pins, expected in ((True, 6), (False, 0)):
+        fleet = mirror(FleetConfig(mirror_pins=pins, mirror_outputs=False))
+        dispatch(fleet, "a", "long", "x" * 6, 0.0)
+        fleet.apply(FirstToken(0.1, ReplicaId("a"), "long"))
+        for i in range(3):
+            serve(fleet, "a", f"r{i}", chr(300 + i) * 5, float(i + 1))
+        assert matched_blocks(fleet, "x" * 6, 5.0)["a"] == expected
+        fleet.check_invariants()
+
+
+def test_room_for_outputs_is_left_only_when_asked_for() -> None:
+    for outputs, expected in ((True, 5), (False, 10)):
+        fleet = mirror(FleetConfig(mirror_outputs=outputs, initial_output_tokens=1000.0))
+        serve(fleet, "a", "r", "x" * 10, 0.0)
+        dispatch(fleet, "a", "other", "y", 1.0)
+        held = fleet.stats(ReplicaId("a")).num_index_blocks
+        assert held == expected
+        fleet.check_invariants()
+
+
+def test_a_mirror_that_does_not_learn_keeps_its_capacity() -> None:
+    for learns, expected in ((True, 9), (False, 10)):
+        fleet = mirror(FleetConfig(mirror_learns=learns))
+        serve(fleet, "a", "r1", "x" * 8, 0.0, cached=0)
+        serve(fleet, "a", "r2", "x" * 8, 1.0, cached=0)  # eight blocks were expected, none came
+        assert fleet.stats(ReplicaId("a")).index_capacity_blocks == expected
