@@ -1,6 +1,6 @@
 """Policies by name: what `--policy` accepts.
 
-A name may carry settings: `warm:tau=4,duplicate_price=0` or `dynamo:prefill_load_scale=64`. They are fields of the
+A name may carry settings: `warm:tau=4:duplicate_price=0` or `dynamo:prefill_load_scale=64`. They are fields of the
 policy's config; those that begin with `mirror_` belong to the FleetState that the policy is to look at (FleetConfig),
 which `fleet_config` makes.
 """
@@ -85,7 +85,7 @@ def _parse(spec: str) -> tuple[str, dict[str, str]]:
     if name not in _POLICIES:
         raise UnknownPolicy(f"unknown policy {name!r}: choose one of {', '.join(policy_names())}")
     settings = {}
-    for part in filter(None, rest.split(",")):
+    for part in filter(None, rest.split(":")):
         key, equals, value = part.partition("=")
         if not equals:
             raise UnknownPolicy(f"setting {part!r} of policy {name} has no value: write it as {name}:setting=value")

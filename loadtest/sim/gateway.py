@@ -12,7 +12,7 @@ from loadtest.sim.job import Job
 from policies.events import Event
 from policies.fleet import FleetState
 from policies.queue import RequestQueue
-from policies.registry import make_policy
+from policies.registry import fleet_config, make_policy
 from policies.stateful import observer_of
 from policies.types import Decision, KeySpace, PrefixChain, RouteRequest
 
@@ -24,7 +24,7 @@ class SimGateway:
     """`block_tokens`: of the chains' blocks. `on_release` is called with the id of a request that may go now."""
 
     def __init__(self, policy: str, block_tokens: int, rng: random.Random, on_release: Callable[[str], None]) -> None:
-        self.fleet = FleetState()
+        self.fleet = FleetState(fleet_config(policy))
         self.policy = make_policy(policy)
         self._observe = observer_of(self.policy)
         self._rng = rng

@@ -18,10 +18,10 @@ def test_names_are_those_of_the_policies() -> None:
 
 
 def test_settings_change_the_policy_and_the_fleet_it_looks_at() -> None:
-    policy = make_policy("warm:tau=4, duplicate_price=0,quadratic=no,mirror_pins=false")
+    policy = make_policy("warm:tau=4:duplicate_price=0:quadratic=no:mirror_pins=false")
     assert isinstance(policy, Warm)
     assert policy._config == WarmConfig(tau=4.0, duplicate_price=0.0, quadratic=False)
-    assert fleet_config("warm:tau=4,mirror_pins=false") == FleetConfig(mirror_pins=False)
+    assert fleet_config("warm:tau=4:mirror_pins=false") == FleetConfig(mirror_pins=False)
     base = FleetConfig(prediction_ttl_s=3.0)
     assert fleet_config("lpwl:mirror_learns=0", base) == FleetConfig(prediction_ttl_s=3.0, mirror_learns=False)
     assert fleet_config("warm") == FleetConfig()

@@ -20,11 +20,11 @@ paths = st.text(alphabet="xyz", min_size=1, max_size=6)
 replicas = st.sampled_from([ReplicaId(name) for name in "abc"])
 REMEMBERING = [name for name in policy_names() if isinstance(make_policy(name), Stateful)]
 SMALL = {  # sizes that are reached
-    "approximate_tree": "approximate_tree:max_tree_tokens=96,eviction_interval_s=5",
-    "aibrix": "aibrix:table_tokens=128,ttl_s=20",
+    "approximate_tree": "approximate_tree:max_tree_tokens=96:eviction_interval_s=5",
+    "aibrix": "aibrix:table_tokens=128:ttl_s=20",
     "production_stack": "production_stack:max_blocks=8",
-    "preble": "preble:window_s=15,default_num_blocks=6,max_requests=9",
-    "dualmap": "dualmap:window=10,min_samples=3,hot_share=0.3,cold_share=0.15",
+    "preble": "preble:window_s=15:default_num_blocks=6:max_requests=9",
+    "dualmap": "dualmap:window=10:min_samples=3:hot_share=0.3:cold_share=0.15",
     "sticky": "sticky:max_sessions=3",
 }
 

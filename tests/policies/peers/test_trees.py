@@ -80,7 +80,7 @@ def test_the_smallest_tree_is_the_one_with_fewest_tokens_not_requests() -> None:
 
 def test_leaves_used_longest_ago_go_at_the_interval() -> None:
     # room for 4 blocks of 16 tokens
-    driven = Driven("approximate_tree:max_tree_tokens=64,eviction_interval_s=120", "a", "b")
+    driven = Driven("approximate_tree:max_tree_tokens=64:eviction_interval_s=120", "a", "b")
     driven.serve("xyz", 0.0, to="a")
     driven.serve("xpq", 1.0, to="a")
     assert driven.ask("xyz", 2.0).reason == "warm"  # above its size until the interval is over
