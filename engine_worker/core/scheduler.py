@@ -293,9 +293,7 @@ class Scheduler:
         assert request.num_cached_tokens is not None
         if reason is not None:
             self._finish(request)
-        return RequestUpdate(
-            request.request_id, token, reason, request.num_cached_tokens, error, is_complete, scores
-        )
+        return RequestUpdate(request.request_id, token, reason, request.num_cached_tokens, error, is_complete, scores)
 
     def _finish(self, request: Request) -> None:
         key = self._keys.pop(request.request_id)

@@ -61,7 +61,11 @@ class RequestStatus(StrEnum):
 
 
 class FinishReason(StrEnum):
-    """STOP: an EOS or stop token, or a grammar that is complete. LENGTH: max_tokens or model length. ABORT: cancelled. ERROR: it failed alone."""
+    """Why a sequence is over.
+
+    STOP: an EOS or stop token, or a grammar that is complete. LENGTH: max_tokens or model length. ABORT: cancelled.
+    ERROR: it failed alone.
+    """
 
     STOP = "stop"
     LENGTH = "length"

@@ -5,3 +5,7 @@ from __future__ import annotations
 
 class ModelError(Exception):
     """The model can't be loaded or served here. The message says why and what to do instead."""
+
+
+class GrammarFailed(Exception):
+    """A request's grammar can't go on; the request fails alone. The message is a sentence for the client."""

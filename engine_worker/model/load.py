@@ -8,6 +8,7 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from time import perf_counter
+from typing import TYPE_CHECKING
 
 import msgspec
 import torch
@@ -27,6 +28,9 @@ from engine_worker.model.runner import ModelRunner
 from engine_worker.model.sampler import Sampler
 from engine_worker.model.self_test import probe_layout, run_self_test
 from engine_worker.model.threads import choose_num_threads
+
+if TYPE_CHECKING:
+    from engine_worker.model.token_masks import TokenMasks
 
 _FORMAT = b"warmgate kv 1"  # goes up when cached keys and values change their meaning
 
@@ -74,11 +78,22 @@ def load_model(config: EngineConfig, progress: Callable[[str], None]) -> ModelRu
     )
     return ModelRunner(
         PackedModel(module, backend, kv),
-        Sampler(info.vocab_size, info.eos_token_ids, checkpoint.device),
+        Sampler(info.vocab_size, info.eos_token_ids, checkpoint.device, _masks(checkpoint, info, progress)),
         info,
         msgspec.structs.replace(checkpoint.tokenizer, max_model_len=max_model_len),
         config.max_num_seqs,
     )
+
+
+def _masks(checkpoint: LoadedCheckpoint, info: ModelInfo, progress: Callable[[str], None]) -> TokenMasks | None:
+    """What constrains outputs to grammars. None, and said so, without llguidance or a tokenizer it can read."""
+    try:
+        from engine_worker.model.token_masks import TokenMasks
+
+        return TokenMasks(checkpoint.tokenizer.tokenizer_json, info.vocab_size, info.eos_token_ids)
+    except (ImportError, ValueError) as error:
+        progress(f"no structured output: {str(error).splitlines()[0][:200]}")
+        return None
 
 
 def _test(

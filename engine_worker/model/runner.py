@@ -6,24 +6,30 @@ each request, both dropped by `release`.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Protocol
 
 import torch
 
 from engine_worker.config import ModelInfo
 from engine_worker.contract.state import TokenizerBundle
-from engine_worker.core.types import SampledToken, Segment, StepPlan, StepResult
+from engine_worker.core.types import Request, SampledToken, Segment, StepPlan, StepResult
 from engine_worker.model.packed_model import PackedModel
 from engine_worker.model.packing import BlockTables, fresh_blocks, pack
+from engine_worker.model.prompt_scores import score_prompts
 
 
 class SamplerLike(Protocol):
     """What the runner asks of a sampler: see sampler.Sampler."""
 
+    def prepare(self, requests: Iterable[Request]) -> None: ...
+
     def sample(
         self, logits: torch.Tensor, segments: Sequence[Segment]
     ) -> tuple[dict[str, SampledToken], dict[str, str]]: ...
+
+    @property
+    def completed(self) -> frozenset[str]: ...
 
     def release(self, request_id: str) -> None: ...
 
@@ -65,13 +71,20 @@ class ModelRunner:
         kv = self._model.kv
         if kv.has_polluted_blocks:
             kv.scrub([block for segment in segments for block in fresh_blocks(segment, kv.block_size)])
+        self._sampler.prepare(segment.request for segment in segments)
         batch = pack(segments, self._tables, self._model.device)
         rows = [index for index, segment in enumerate(segments) if segment.sample]
-        logits = self._model.forward(batch, [batch.last_index[index] for index in rows])
+        scored = [index for index, segment in enumerate(segments) if segment.scored]
+        keep = [batch.last_index[index] for index in rows]
+        for index in scored:
+            segment = segments[index]
+            keep += [batch.last_index[index] - (segment.end - 1 - position) for position in segment.scored]
+        logits = self._model.forward(batch, keep)
         if logits is None:
             return StepResult({}, failed)
-        sampled, unsound = self._sampler.sample(logits, [segments[index] for index in rows])
-        return StepResult(sampled, {**failed, **unsound})
+        scores, unscored = score_prompts(logits[len(rows) :], [segments[index] for index in scored])
+        sampled, unsound = self._sampler.sample(logits[: len(rows)], [segments[index] for index in rows])
+        return StepResult(sampled, {**failed, **unsound, **unscored}, self._sampler.completed, scores)
 
     def release(self, request_id: str) -> None:
         """Forget a request that is over (finished, failed or cancelled). Idempotent."""

@@ -3,7 +3,8 @@
 The order of operations is vLLM's and OpenAI's:
 
     raw logits -> logprobs are taken here
-        -> repetition, frequency and presence penalties -> logit_bias -> min_tokens mask
+        -> repetition, frequency and presence penalties -> logit_bias -> masks (min_tokens, bad words, allowed ids,
+           grammar)
         -> temperature -> top-k -> top-p -> min-p -> draw
 
 A row that asks for none of this is an argmax over the logits and nothing else. A row with a NaN or without any finite
@@ -16,41 +17,65 @@ goes on where it was. A draw depends on (seed, number of output tokens) alone, n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from engine_worker.core.types import Request, SampledToken, SamplingParams, Segment
+from engine_worker.model.errors import GrammarFailed
 from engine_worker.model.sampler_draw import Draw, draw_tokens, new_key, seeded_key
-from engine_worker.model.sampler_logits import Edits, TokenHistory
+from engine_worker.model.sampler_logits import BadWords, Edits, TokenHistory, outside_of
+
+if TYPE_CHECKING:  # needs llguidance, which an engine without structured output can do without
+    from engine_worker.model.token_masks import TokenMasks
 
 MIN_TEMPERATURE = 1e-5  # below it a row is greedy: dividing by it would overflow float32
 
 
 @dataclass(slots=True)
 class _RequestState:
-    """`key` seeds the draws; `history` counts tokens for the penalties; `bias` is logit_bias as tensors."""
+    """`key` seeds the draws; `history` counts tokens for the penalties; `bias` is logit_bias as tensors.
+
+    `forbidden` are EOS and stop ids, while min_tokens holds; `disallowed` [V] is true outside allowed_token_ids (a
+    grammar's masks have that in them).
+    """
 
     key: bytes
     history: TokenHistory | None
     bias: tuple[Tensor, Tensor] | None
-    forbidden: Tensor | None  # EOS and stop ids, while min_tokens holds
+    forbidden: Tensor | None
+    bad_words: BadWords | None
+    disallowed: Tensor | None
 
 
 class Sampler:
     """Samples one token for each row of logits.
 
     `vocab_size` is the width of the logits. `eos_token_ids` are what min_tokens forbids, with the request's own stop
-    ids. Logits may live on any device; what comes back is plain Python.
+    ids. Without `masks`, requests with a grammar fail. Logits may live on any device; what comes back is plain Python.
     """
 
-    def __init__(self, vocab_size: int, eos_token_ids: Sequence[int], device: torch.device | str) -> None:
+    def __init__(
+        self,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        device: torch.device | str,
+        masks: TokenMasks | None = None,
+    ) -> None:
         self.vocab_size = vocab_size
         self.eos_token_ids = tuple(sorted(id for id in eos_token_ids if 0 <= id < vocab_size))
         self.device = torch.device(device)
+        self._masks = masks
         self._states: dict[str, _RequestState] = {}
+        self._completed: set[str] = set()
+
+    def prepare(self, requests: Iterable[Request]) -> None:
+        """Begin, beside the model's work, what sampling these requests in this step or a later one will need."""
+        if self._masks is not None:
+            self._masks.prepare(requests)
 
     def sample(self, logits: Tensor, segments: Sequence[Segment]) -> tuple[dict[str, SampledToken], dict[str, str]]:
         """One token for each segment. logits: [R, V] float32, row i for segments[i]; they are not changed.
@@ -72,6 +97,7 @@ class Sampler:
             else:
                 rows.append(row)
         chosen = ids.tolist()
+        self._completed.clear()
         self._choose(logits, requests, rows, chosen, failed)
         rows = [row for row in rows if requests[row].request_id not in failed]
         return self._results(logits, requests, rows, chosen), failed
@@ -79,6 +105,13 @@ class Sampler:
     def release(self, request_id: str) -> None:
         """Forget a request. Unknown ids are fine: greedy requests without penalties leave nothing here."""
         self._states.pop(request_id, None)
+        if self._masks is not None:
+            self._masks.release(request_id)
+
+    @property
+    def completed(self) -> frozenset[str]:
+        """Of the requests in the last call of `sample`, those whose grammar allows nothing more."""
+        return frozenset(self._completed)
 
     @property
     def num_states(self) -> int:
@@ -96,7 +129,9 @@ class Sampler:
         params = request.params
         if request.request_id in self._states or not _needs_state(params):
             return None
-        named = [id for id, _ in params.logit_bias]
+        if params.grammar and self._masks is None:
+            return "This worker can't constrain its output (its start-up log says why)."
+        named = [*params.allowed_token_ids, *(id for id, _ in params.logit_bias)]
         if params.min_tokens:
             named += params.stop_token_ids
         outside = [id for id in named if not 0 <= id < self.vocab_size]
@@ -121,6 +156,12 @@ class Sampler:
             history=TokenHistory(params) if _has_penalties(params) else None,
             bias=bias,
             forbidden=forbidden,
+            bad_words=BadWords(params.bad_words) if params.bad_words else None,
+            disallowed=(
+                outside_of(params.allowed_token_ids, self.vocab_size)
+                if params.allowed_token_ids and not params.grammar
+                else None
+            ),
         )
 
     # ---- the batch
@@ -130,10 +171,12 @@ class Sampler:
     ) -> None:
         """Overwrite `chosen` for every row that plain argmax does not answer."""
         special = [row for row in rows if requests[row].request_id in self._states]
+        masks = self._take_masks([requests[row] for row in special], failed)
+        special = [row for row in special if requests[row].request_id not in failed]
         if not special:
             return
         work = logits[torch.tensor(special, device=logits.device)]  # [S, V], a copy: the raw ones are for logprobs
-        self._edit(work, [requests[row] for row in special])
+        self._edit(work, [requests[row] for row in special], masks)
         best, ids = work.max(dim=-1)
         sound, greedy_ids = torch.isfinite(best).tolist(), ids.tolist()
         draws: list[Draw] = []
@@ -148,9 +191,37 @@ class Sampler:
         if draws:
             for draw, token_id in zip(draws, draw_tokens(work, best, draws), strict=True):
                 chosen[special[draw.index]] = token_id
+        self._accept(requests, [row for row in special if requests[row].request_id in masks], chosen, failed)
 
-    def _edit(self, work: Tensor, requests: list[Request]) -> None:
-        """Penalties, then logit_bias, then the min_tokens mask, in place on work [S, V]."""
+    def _take_masks(self, requests: list[Request], failed: dict[str, str]) -> dict[str, Tensor]:
+        """[V] bool masks of the requests with a grammar, true for what may not come."""
+        masks: dict[str, Tensor] = {}
+        if self._masks is None:
+            return masks
+        constrained = [request for request in requests if request.params.grammar]
+        self._masks.prepare(constrained)
+        for request in constrained:
+            try:
+                masks[request.request_id] = self._masks.take(request)
+            except GrammarFailed as error:
+                failed[request.request_id] = str(error)
+        return masks
+
+    def _accept(self, requests: list[Request], rows: list[int], chosen: list[int], failed: dict[str, str]) -> None:
+        """Tell the grammars what was chosen."""
+        for row in rows:
+            request = requests[row]
+            if request.request_id in failed:
+                continue
+            assert self._masks is not None
+            try:
+                if self._masks.accept(request, chosen[row]):
+                    self._completed.add(request.request_id)
+            except GrammarFailed as error:
+                failed[request.request_id] = str(error)
+
+    def _edit(self, work: Tensor, requests: list[Request], masks: dict[str, Tensor]) -> None:
+        """Penalties, then logit_bias, then the masks, in place on work [S, V]."""
         edits = Edits(work)
         for index, request in enumerate(requests):
             state = self._states[request.request_id]
@@ -160,11 +231,20 @@ class Sampler:
             if state.bias is not None:
                 edits.add(index, *state.bias)
             if state.forbidden is not None:
-                if len(request.output_ids) < request.params.min_tokens:
-                    edits.forbid(index, state.forbidden)
-                else:
+                if len(request.output_ids) >= request.params.min_tokens:
                     state.forbidden = None
+                elif not (request.request_id in masks and self._is_over(request)):
+                    edits.forbid(index, state.forbidden)
+            if state.bad_words is not None:
+                edits.forbid(index, state.bad_words.next_ids(request.output_ids))
+            mask = masks.get(request.request_id, state.disallowed)
+            if mask is not None:
+                edits.mask(index, mask)
         edits.apply()
+
+    def _is_over(self, request: Request) -> bool:
+        """A complete grammar ends the output even below min_tokens: there is nothing else to say."""
+        return self._masks is not None and self._masks.is_over(request)
 
     def _results(
         self, logits: Tensor, requests: list[Request], rows: list[int], chosen: list[int]
@@ -202,11 +282,15 @@ def _has_penalties(params: SamplingParams) -> bool:
 
 
 def _needs_state(params: SamplingParams) -> bool:
-    return not _is_greedy(params) or _has_penalties(params) or bool(params.logit_bias) or params.min_tokens > 0
+    edits = params.logit_bias or params.min_tokens or params.grammar or params.allowed_token_ids or params.bad_words
+    return not _is_greedy(params) or _has_penalties(params) or bool(edits)
 
 
 _UNSOUND = (
     "The model's logits for this request are not finite (NaN or infinite). Other requests go on; if this repeats, "
     "load the model with --dtype float32."
 )
-_NOTHING_LEFT = "logit_bias, penalties and min_tokens together leave no token that could be chosen; loosen one of them."
+_NOTHING_LEFT = (
+    "logit_bias, min_tokens, bad words, allowed token ids and the output's grammar together leave no token that could "
+    "be chosen; loosen one of them."
+)

@@ -73,6 +73,28 @@ class TokenHistory:
         assert int(self.counts.sum()) == self._num_output, "counts out of step with the output"
 
 
+class BadWords:
+    """Token sequences that must not appear in the output: the last token of one is forbidden behind the others."""
+
+    def __init__(self, words: Sequence[tuple[int, ...]]) -> None:
+        self._always = torch.tensor(sorted({word[0] for word in words if len(word) == 1}), dtype=torch.int64)
+        self._longer = [(list(word[:-1]), word[-1]) for word in words if len(word) > 1]
+
+    def next_ids(self, output_ids: Sequence[int]) -> Tensor:
+        """Distinct ids that would complete a word behind this output."""
+        ends = {last for head, last in self._longer if list(output_ids[-len(head) :]) == head}
+        if not ends:
+            return self._always
+        return torch.tensor(sorted({*ends, *self._always.tolist()}), dtype=torch.int64)
+
+
+def outside_of(token_ids: Sequence[int], vocab_size: int) -> Tensor:
+    """[V] bool, false for these ids."""
+    mask = torch.ones(vocab_size, dtype=torch.bool)
+    mask[torch.tensor(token_ids, dtype=torch.int64)] = False
+    return mask
+
+
 class Edits:
     """Edits of one batch of logits [S, V], collected by row and applied in place in the documented order."""
 
@@ -81,6 +103,7 @@ class Edits:
         self._penalties: list[tuple[int, TokenHistory]] = []
         self._biases: list[tuple[int, Tensor, Tensor]] = []
         self._forbidden: list[tuple[int, Tensor]] = []
+        self._masks: list[tuple[int, Tensor]] = []
 
     def penalize(self, row: int, history: TokenHistory) -> None:
         if len(history.ids):
@@ -93,6 +116,10 @@ class Edits:
         if len(ids):
             self._forbidden.append((row, ids))
 
+    def mask(self, row: int, mask: Tensor) -> None:
+        """Forbid where `mask` [V] is true."""
+        self._masks.append((row, mask))
+
     def apply(self) -> None:
         if self._penalties:
             self._apply_penalties()
@@ -102,6 +129,8 @@ class Edits:
             self._logits.view(-1)[flat] += self._put(values)
         if self._forbidden:
             self._logits.view(-1)[self._flat(self._forbidden)] = -torch.inf
+        for row, mask in self._masks:  # row by row, so that a row and its mask stay in a core's cache
+            self._logits[row].masked_fill_(self._put(mask), -torch.inf)
 
     def _apply_penalties(self) -> None:
         flat = self._flat([(row, history.ids) for row, history in self._penalties])  # [N]

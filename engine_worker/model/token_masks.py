@@ -1,0 +1,210 @@
+"""Which tokens a request may put out next: its grammar and its allowed ids, as a mask over the vocabulary.
+
+A grammar is llguidance's: a matcher that follows the output token by token and says which tokens may come next. Its
+masks depend on tokens only, never on logits. So the mask for the next step is computed in a thread of its own as soon
+as this step's token is known, while the engine commits, plans and runs the model (llguidance lets go of the interpreter
+lock); the sampler finds it ready.
+
+A matcher follows `request.output_ids`, whatever happened to the request in between. Preempted and resumed, it stands
+where it stood. Where output was taken back (a speculated token that was refused) it rolls back to the common beginning.
+
+The matcher's first sight of a grammar costs from below a millisecond to some ten; compiled grammars are kept and copied
+for the next request, a copy costs microseconds. What a grammar may cost is bounded (LIMITS): beyond, the request fails
+alone with a sentence.
+"""
+
+from __future__ import annotations
+
+import json
+from collections import OrderedDict
+from collections.abc import Iterable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import torch
+from llguidance import LLMatcher, LLParserLimits, LLTokenizer
+from torch import Tensor
+
+from engine_worker.core.types import Request
+from engine_worker.model.errors import GrammarFailed
+
+MAX_COMPILED = 128  # grammars kept for the next request that brings them
+MAX_COMPILED_CHARS = 8_000_000  # and their size in all, as text
+
+
+def limits() -> LLParserLimits:
+    """llguidance's own, but for the work of one mask, which stands in everybody's way: some 10 ms at most."""
+    return LLParserLimits(max_lexer_states=100_000, max_grammar_size=200_000, verbose_errors=False)
+
+
+class _State:
+    """One request's matcher and the mask being made for it. `matcher` is touched by one thread at a time: the worker's
+    until `mask` is done, then the engine's.
+
+    consumed  the output tokens that the matcher has seen
+    mask_for  the output tokens that `mask` stands behind
+    is_over   nothing but the end may come
+    """
+
+    def __init__(self, allowed: np.ndarray | None) -> None:
+        self.matcher: LLMatcher | None = None
+        self.consumed: list[int] = []
+        self.mask_for: list[int] = []
+        self.mask: Future[Tensor] | None = None
+        self.is_over = False
+        self.allowed = allowed  # [V] uint8, or None for all
+
+
+class TokenMasks:
+    """Makes masks for one vocabulary. Use from the engine's thread; call `close` when done.
+
+    `vocab_size` is the logits' width; ids beyond the tokenizer's own vocabulary are never allowed by a grammar.
+    """
+
+    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+        self._vocab_size = vocab_size
+        self._eos = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size]
+        # A matcher needs some end token. A model without one ends where its grammar does, and never samples this.
+        self._tokenizer = LLTokenizer(
+            tokenizer_json, n_vocab=vocab_size, eos_token=self._eos or [_some_special_id(tokenizer_json)]
+        )
+        self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._compiled_chars = 0
+        self._states: dict[str, _State] = {}
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="token-masks")
+
+    def prepare(self, requests: Iterable[Request]) -> None:
+        """Have the masks of those that need one made, unless they are. Returns at once."""
+        for request in requests:
+            if not request.params.grammar:
+                continue
+            state = self._states.get(request.request_id)
+            if state is None:
+                state = self._states[request.request_id] = _State(_allowed(request, self._vocab_size))
+            if state.mask is None or state.mask_for != request.output_ids:
+                self._submit(state, request, list(request.output_ids))
+
+    def take(self, request: Request) -> Tensor:
+        """[V] bool on the CPU, true for what may not come next. Waits for it. Raises GrammarFailed."""
+        state = self._states[request.request_id]
+        assert state.mask is not None, "take before prepare"
+        return state.mask.result()
+
+    def is_over(self, request: Request) -> bool:
+        """Whether the mask that `take` gave allows nothing but the end."""
+        return self._states[request.request_id].is_over
+
+    def accept(self, request: Request, token_id: int) -> bool:
+        """The token was sampled under the mask. Begins the next mask. True if nothing may follow the token."""
+        state = self._states[request.request_id]
+        assert state.matcher is not None
+        assert state.consumed == request.output_ids, "the matcher has lost its request"
+        state.mask = None
+        if token_id in self._eos:
+            return state.is_over
+        if not state.matcher.consume_token(token_id):
+            _check(state.matcher)
+        state.consumed.append(token_id)
+        if state.matcher.is_stopped():
+            _check(state.matcher)
+            return True
+        if len(state.consumed) < request.params.max_tokens:
+            self._submit(state, request, list(state.consumed))
+        return False
+
+    def release(self, request_id: str) -> None:
+        """Idempotent. A mask under way is dropped when it is done."""
+        self._states.pop(request_id, None)
+
+    def close(self) -> None:
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    @property
+    def num_states(self) -> int:
+        return len(self._states)
+
+    # -- in the thread
+
+    def _submit(self, state: _State, request: Request, output_ids: list[int]) -> None:
+        params = request.params
+
+        def job() -> Tensor:
+            if state.matcher is None:
+                state.matcher = self._matcher(params.grammar)
+            _follow(state, output_ids)
+            return self._mask(state, params.ignore_eos)
+
+        state.mask_for = output_ids
+        state.mask = self._thread.submit(job)  # one thread: behind this request's earlier ones
+
+    def _matcher(self, grammar: str) -> LLMatcher:
+        compiled = self._compiled.get(grammar)
+        if compiled is None:
+            compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits())
+            _check(compiled)
+            self._compiled[grammar] = compiled
+            self._compiled_chars += len(grammar)
+            while len(self._compiled) > MAX_COMPILED or self._compiled_chars > MAX_COMPILED_CHARS:
+                self._compiled_chars -= len(self._compiled.popitem(last=False)[0])
+        else:
+            self._compiled.move_to_end(grammar)
+        return compiled.deep_copy()
+
+    def _mask(self, state: _State, ignore_eos: bool) -> Tensor:
+        assert state.matcher is not None
+        bits = np.frombuffer(state.matcher.compute_bitmask(), dtype=np.uint8)
+        _check(state.matcher)
+        allowed = np.zeros(self._vocab_size, dtype=np.uint8)
+        known = np.unpackbits(bits, bitorder="little", count=min(len(bits) * 8, self._vocab_size))
+        allowed[: len(known)] = known
+        if state.allowed is not None:
+            ends = allowed[self._eos]
+            allowed &= state.allowed
+            allowed[self._eos] |= ends
+        ends = allowed[self._tokenizer.eos_tokens]
+        allowed[self._tokenizer.eos_tokens] = 0
+        state.is_over = not allowed.any()
+        if state.is_over or (self._eos and not ignore_eos):
+            allowed[self._tokenizer.eos_tokens] = ends
+        return torch.from_numpy(np.bitwise_xor(allowed, 1, out=allowed)).view(torch.bool)
+
+
+def _follow(state: _State, wanted: list[int]) -> None:
+    """Bring the matcher to the end of these output tokens, back first if it has seen others."""
+    matcher = state.matcher
+    assert matcher is not None
+    if state.consumed == wanted:
+        return
+    common = 0
+    for seen, token_id in zip(state.consumed, wanted, strict=False):
+        if seen != token_id:
+            break
+        common += 1
+    num_back = len(state.consumed) - common
+    if num_back and not matcher.rollback(num_back):
+        _check(matcher)
+    state.consumed = list(wanted)
+    if not matcher.consume_tokens(wanted[common:]):
+        _check(matcher)
+
+
+def _check(matcher: LLMatcher) -> None:
+    if matcher.is_error():
+        reason = matcher.get_error().strip().splitlines()
+        raise GrammarFailed(f"The grammar or schema of this request can't be followed: {(reason or ['?'])[0][:300]}.")
+
+
+def _allowed(request: Request, vocab_size: int) -> np.ndarray | None:
+    ids = request.params.allowed_token_ids
+    if not ids:
+        return None
+    allowed = np.zeros(vocab_size, dtype=np.uint8)
+    allowed[list(ids)] = 1
+    return allowed
+
+
+def _some_special_id(tokenizer_json: str) -> int:
+    spec: dict[str, Any] = json.loads(tokenizer_json)
+    added = [token["id"] for token in spec.get("added_tokens") or [] if token.get("special")]
+    return int(added[0]) if added else 0
