@@ -5,8 +5,6 @@ from __future__ import annotations
 import time
 from dataclasses import dataclass
 
-from multidict import CIMultiDict
-
 from engine_worker.contract.errors import ApiError
 from gateway.answer import Answer, Headers
 from gateway.guard import Guard, Interrupt
@@ -31,7 +29,7 @@ class Exchange:
     client_headers: RawHeaders
     path: str
 
-    def upstream_headers(self, api_key: str | None) -> CIMultiDict[str]:
+    def upstream_headers(self, api_key: str | None) -> bytes:
         return request_headers(self.client_headers, self.record.request_id, api_key)
 
     def placed(self, lease: Lease, base_headers: Headers) -> None:

@@ -175,7 +175,7 @@ class Proxy:
             else:
                 guard.leave()
             response = await self._upstream.post(
-                replica.url(exchange.path), exchange.upstream_headers(replica.api_key), exchange.parsed.body
+                replica.target(exchange.path), exchange.upstream_headers(replica.api_key), exchange.parsed.body
             )
             await self._relay.relay(exchange, lease, response)
             return None

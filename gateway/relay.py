@@ -41,7 +41,7 @@ class Relay:
         if not 200 <= response.status < 300:
             raise ReplicaRefused(await _refusal(response))
         if exchange.parsed.stream and response.content_type.startswith("text/event-stream"):
-            if response.header("content-encoding") not in (None, "identity"):
+            if response.header(b"content-encoding") not in (None, "identity"):
                 raise UpstreamError(UpstreamFailure.BROKEN, "it compressed a stream that was asked for as it is")
             await self._stream(exchange, lease, response)
         else:
@@ -50,7 +50,7 @@ class Relay:
     async def _whole(self, exchange: Exchange, lease: Lease, response: UpstreamResponse) -> None:
         body = await response.read_all(self._max_response_bytes)
         frame = Frame()
-        if response.header("content-encoding") in (None, "identity"):
+        if response.header(b"content-encoding") in (None, "identity"):
             frame = _read_frame(body)
         cached = response.cached_tokens
         if cached is None and frame.usage is not None:
@@ -167,7 +167,7 @@ async def _refusal(response: UpstreamResponse) -> Failure:
     """An error status with the replica's own words."""
     status = response.status if response.status >= 400 else 502
     body = await response.read_all(_MAX_ERROR_BYTES)
-    retry_after = response.header("retry-after")
+    retry_after = response.header(b"retry-after")
     return Failure(
         FailureKind.REJECTED,
         status,

@@ -1,27 +1,27 @@
 """HTTP to replicas: one POST in, a response whose body is read as it arrives, every failure named by kind.
 
-The client is aiohttp's without its conveniences: bytes go through as received (no decompression, identity asked for),
-no cookies, no redirects, no environment proxies, and only the headers that an engine needs. Timeouts other than the
-TCP connect's are not set here: the proxy owns them, with one timer a request (guard.py).
+Bytes go through as received (no decompression, identity asked for), with no cookies, redirects or environment proxies,
+and only the headers that an engine needs. Timeouts other than the TCP connect's are not set here: the proxy owns them,
+with one guard a request (guard.py).
 
-A kept-alive connection may have been closed by the replica at the very moment it is reused. That shows as a reset
+A kept-alive connection may have been closed by the replica at the very moment it is reused. That shows as an end
 before any byte of the response, on a connection that had served before; then, and only then, the request is sent once
-more on a new connection. A reset on a new connection is the replica's failure.
+more on a new connection. An end on a new connection is the replica's failure.
 """
 
 from __future__ import annotations
 
-import os
+import asyncio
+import ssl
 import time
+from collections import deque
 from collections.abc import Iterable
-from contextvars import ContextVar
-from enum import StrEnum
-from typing import Any
+from dataclasses import dataclass, field
+from urllib.parse import quote, urlsplit
 
-import aiohttp
-from aiohttp import ClientTimeout, DummyCookieJar, TCPConnector
-from multidict import CIMultiDict
-from yarl import URL
+from gateway.upstream_connection import Connection, Phase, Sink, UpstreamError, UpstreamFailure, reason_of
+
+__all__ = ["Sink", "Target", "Upstream", "UpstreamError", "UpstreamFailure", "UpstreamResponse", "request_headers"]
 
 RawHeaders = Iterable[tuple[bytes, bytes]]
 
@@ -37,161 +37,311 @@ _NOT_RETURNED = frozenset(
 )
 # Under the 5 seconds after which uvicorn, and so most engines, close an idle connection.
 _KEEP_ALIVE_S = 4.0
-CACHED_TOKENS_HEADER = "x-warmgate-cached-tokens"
+CACHED_TOKENS_HEADER = b"x-warmgate-cached-tokens"
 
 
-class UpstreamFailure(StrEnum):
-    """CONNECT: nothing was sent. BROKEN: the connection ended before the response did. TIMEOUT: no answer in time."""
+class Target:
+    """A path on a replica: where to connect, and the first lines of every request for it."""
 
-    CONNECT = "connect"
-    BROKEN = "broken"
-    TIMEOUT = "timeout"
+    __slots__ = ("head", "host", "is_tls", "origin", "port")
 
-
-class UpstreamError(Exception):
-    def __init__(self, kind: UpstreamFailure, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
+    def __init__(self, base_url: str, path: str) -> None:
+        """`base_url` was checked by config.ReplicaSpec."""
+        parts = urlsplit(base_url + path)
+        assert parts.hostname is not None
+        self.host = parts.hostname
+        self.is_tls = parts.scheme == "https"
+        self.port = parts.port or (443 if self.is_tls else 80)
+        self.origin = (self.host, self.port, self.is_tls)
+        location = quote(parts.path or "/", safe="/%:@!$&'()*+,;=~-._")
+        netloc = parts.netloc.encode("idna" if not parts.netloc.isascii() else "ascii")
+        self.head = (
+            b"POST " + location.encode("ascii") + b" HTTP/1.1\r\nhost: " + netloc
+            + b"\r\naccept-encoding: identity\r\n"
+        )  # fmt: skip
 
 
 class UpstreamResponse:
-    """A replica's answer from its status line on. Close it, or read it to its end, exactly once."""
+    """A replica's answer from its status line on. Close it, whether it was read to its end or not."""
 
-    __slots__ = ("_content", "_response", "content_type", "status")
+    __slots__ = ("_connection", "_pool", "content_type", "raw_headers", "status")
 
-    def __init__(self, response: aiohttp.ClientResponse) -> None:
-        self._response = response
-        self._content = response.content
-        self.status = response.status
-        self.content_type = response.headers.get("content-type", "")
+    def __init__(self, connection: Connection, pool: _Pool) -> None:
+        self._connection: Connection | None = connection
+        self._pool = pool
+        self.status = connection.status
+        self.raw_headers = connection.headers
+        self.content_type = self.header(b"content-type") or ""
 
-    def header(self, name: str) -> str | None:
-        return self._response.headers.get(name)
+    def header(self, name: bytes) -> str | None:
+        """`name` in lower case."""
+        for key, value in self.raw_headers:
+            if key == name:
+                return value.decode("latin-1")
+        return None
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """The headers that go back to the client: lower case, none hop-by-hop, none of the gateway's own."""
-        kept = []
-        for name, value in self._response.raw_headers:
-            name = name.lower()
-            if name not in _NOT_RETURNED and not name.startswith(b"x-warmgate-"):
-                kept.append((name, value))
-        return kept
+        return [
+            pair for pair in self.raw_headers if pair[0] not in _NOT_RETURNED and not pair[0].startswith(b"x-warmgate-")
+        ]
 
     @property
     def cached_tokens(self) -> int | None:
-        value = self._response.headers.get(CACHED_TOKENS_HEADER)
+        value = self.header(CACHED_TOKENS_HEADER)
         return int(value) if value is not None and value.isascii() and value.isdigit() else None
 
     async def read_some(self) -> bytes:
         """All that has arrived, or what arrives next; empty at the end. Raises UpstreamError."""
-        try:
-            return await self._content.readany()
-        except (aiohttp.ClientError, OSError) as error:
-            raise UpstreamError(UpstreamFailure.BROKEN, f"the replica broke off its answer ({_why(error)})") from error
+        return await self._open.read_some()
 
     async def read_all(self, max_bytes: int) -> bytes:
         """The whole body. Raises UpstreamError when it is cut short or larger than `max_bytes`."""
         parts: list[bytes] = []
         size = 0
-        while part := await self.read_some():
+        connection = self._open
+        while part := await connection.read_some():
             parts.append(part)
             size += len(part)
             if size > max_bytes:
                 raise UpstreamError(UpstreamFailure.BROKEN, f"the replica's answer is larger than {max_bytes} bytes")
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
+    def pipe(self, sink: Sink) -> None:
+        """Hand the rest of the body to `sink` as it arrives, from the connection's callback (Connection.pipe)."""
+        self._open.pipe(sink)
+
+    def unpipe(self) -> None:
+        """The sink gets nothing more; what comes is kept for `read_some`."""
+        self._open.unpipe()
+
+    def pause(self) -> None:
+        """Let nothing more arrive until `resume`: the client reads more slowly than the replica writes."""
+        self._open.pause()
+
+    def resume(self) -> None:
+        self._open.resume()
+
     @property
     def at_end(self) -> bool:
-        return self._content.at_eof()
+        return self._connection is None or self._connection.at_end
 
     def close(self) -> None:
         """End the exchange. A body not read to its end closes the connection, which tells the replica to stop."""
-        self._response.close()
+        connection, self._connection = self._connection, None
+        if connection is not None and connection.done():
+            self._pool.put_back(connection)
+
+    @property
+    def _open(self) -> Connection:
+        assert self._connection is not None, "a response is not used after close"
+        return self._connection
 
 
-# Whether the connection of the request in this context is new: set by the connector, read when the request fails.
-_is_new_connection: ContextVar[bool] = ContextVar("is_new_connection", default=False)
+@dataclass(slots=True, eq=False)
+class _Pool:
+    """One origin's connections, at most `max_connections`. Who finds none free waits its turn.
 
+    num_open   connections made or being made, as counted against the limit
+    idle       free to use, the one used last at the end
+    """
 
-class _Connector(TCPConnector):
-    """Notes when a request's connection had to be made."""
+    host: str
+    port: int
+    context: ssl.SSLContext | None
+    max_connections: int
+    connect_s: float
+    num_open: int = 0
+    idle: list[Connection] = field(default_factory=list)
+    busy: set[Connection] = field(default_factory=set)
+    waiters: deque[asyncio.Future[Connection | None]] = field(default_factory=deque)
+    sweep: asyncio.TimerHandle | None = None
 
-    async def _create_connection(self, *args: Any, **kwargs: Any) -> Any:
-        _is_new_connection.set(True)
-        return await super()._create_connection(*args, **kwargs)
+    def reusable(self) -> Connection | None:
+        """An idle connection, if there is one worth a try. It is `busy` from now on."""
+        oldest = time.monotonic() - _KEEP_ALIVE_S
+        while self.idle:
+            connection = self.idle.pop()
+            self.busy.add(connection)
+            if connection.idle_since >= oldest and not connection.is_closing:
+                return connection
+            connection.close()
+        return None
+
+    async def take(self) -> Connection:
+        """A free connection or a new one. Raises UpstreamError(CONNECT)."""
+        connection = self.reusable()
+        if connection is not None:
+            return connection
+        if self.num_open >= self.max_connections:
+            connection = await self._turn()
+            if connection is not None:
+                return connection
+        else:
+            self.num_open += 1
+        return await self._connect()
+
+    async def fresh(self) -> Connection:
+        """A new connection, above the limit if need be: it takes the place of one that has just failed."""
+        self.num_open += 1
+        return await self._connect()
+
+    async def _turn(self) -> Connection | None:
+        """Wait for a connection that is given back, or for the right to make one (None; counted already)."""
+        waiter: asyncio.Future[Connection | None] = asyncio.get_running_loop().create_future()
+        self.waiters.append(waiter)
+        try:
+            return await waiter
+        except asyncio.CancelledError:
+            if waiter.done() and not waiter.cancelled():
+                connection = waiter.result()
+                if connection is None:
+                    self._left()
+                else:
+                    self.put_back(connection)
+            raise
+
+    async def _connect(self) -> Connection:
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(self.connect_s):
+                _, connection = await loop.create_connection(
+                    lambda: Connection(self._lost), self.host, self.port, ssl=self.context
+                )
+        except BaseException as error:
+            self._left()
+            if isinstance(error, TimeoutError) and not error.errno:
+                raise UpstreamError(UpstreamFailure.CONNECT, "no connection to the replica (timed out)") from error
+            if isinstance(error, OSError | ValueError):  # ValueError: certificates, names that are none
+                message = f"no connection to the replica ({reason_of(error)})"
+                raise UpstreamError(UpstreamFailure.CONNECT, message) from error
+            raise
+        self.busy.add(connection)
+        return connection
+
+    def put_back(self, connection: Connection) -> None:
+        """`connection` is free again."""
+        while self.waiters:
+            waiter = self.waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(connection)
+                return
+        connection.idle_since = time.monotonic()
+        self.busy.discard(connection)
+        self.idle.append(connection)
+        if self.sweep is None:
+            self.sweep = asyncio.get_running_loop().call_later(_KEEP_ALIVE_S, self._sweep)
+
+    def _lost(self, connection: Connection) -> None:
+        if connection in self.busy:
+            self.busy.remove(connection)
+        elif connection in self.idle:
+            self.idle.remove(connection)
+        else:
+            return  # it never came to be used: counted where it was made
+        self._left()
+
+    def _left(self) -> None:
+        """There is room for one connection more."""
+        while self.waiters and self.num_open <= self.max_connections:
+            waiter = self.waiters.popleft()
+            if not waiter.done():
+                waiter.set_result(None)
+                return
+        self.num_open -= 1
+
+    def _sweep(self) -> None:
+        self.sweep = None
+        oldest = time.monotonic() - _KEEP_ALIVE_S
+        for connection in self.idle:
+            if connection.idle_since < oldest:
+                connection.close()
+        if self.idle:
+            self.sweep = asyncio.get_running_loop().call_later(_KEEP_ALIVE_S, self._sweep)
+
+    def close(self) -> None:
+        if self.sweep is not None:
+            self.sweep.cancel()
+        for waiter in self.waiters:
+            waiter.cancel()
+        for connection in (*self.idle, *self.busy):
+            connection.close()
+
+    def check_invariants(self) -> None:
+        assert self.num_open >= len(self.idle) + len(self.busy)
+        assert not (self.busy & set(self.idle))
+        assert all(connection.phase in (Phase.IDLE, Phase.CLOSED) for connection in self.idle)
+        for connection in self.idle:
+            connection.check_invariants()
+        assert not self.waiters or self.num_open >= self.max_connections
 
 
 class Upstream:
     """The data plane's client. Use inside a running loop; `await close()` at the end."""
 
     def __init__(self, connect_s: float, max_connections_per_replica: int) -> None:
-        self._stale_window_s = connect_s
-        self._session = _session(
-            _Connector(limit=0, limit_per_host=max_connections_per_replica, keepalive_timeout=_KEEP_ALIVE_S), connect_s
-        )
-        self._fresh_session = _session(TCPConnector(limit=0, force_close=True), connect_s)
+        self._connect_s = connect_s
+        self._max_connections = max_connections_per_replica
+        self._pools: dict[tuple[str, int, bool], _Pool] = {}
+        self._context: ssl.SSLContext | None = None
 
     async def close(self) -> None:
-        await self._session.close()
-        await self._fresh_session.close()
+        for pool in self._pools.values():
+            pool.close()
+        await asyncio.sleep(0)  # let the transports' last callbacks run
 
-    async def post(self, url: URL, headers: CIMultiDict[str], body: bytes) -> UpstreamResponse:
-        """Send a request; returns when the status line and headers are in. Raises UpstreamError."""
+    async def post(self, target: Target, headers: bytes, body: bytes) -> UpstreamResponse:
+        """Send a request; returns when the status line and headers are in. Raises UpstreamError.
+
+        `headers` are whole header lines, as request_headers makes them.
+        """
+        pool = self._pools.get(target.origin)
+        if pool is None:
+            pool = await self._make_pool(target)
+        head = b"%b%bcontent-length: %d\r\n\r\n" % (target.head, headers, len(body))
+        connection = await pool.take()
+        was_used = connection.num_served > 0
         started = time.monotonic()
-        _is_new_connection.set(False)
         try:
-            return await self._send(self._session, url, headers, body)
-        except UpstreamError as error:
-            is_stale = (
-                error.kind is UpstreamFailure.BROKEN
-                and not _is_new_connection.get()
-                and time.monotonic() - started < self._stale_window_s
-            )
-            if not is_stale:
+            return await _exchange(pool, connection, head, body)
+        except UpstreamError:
+            if not was_used or connection.answered or time.monotonic() - started >= self._connect_s:
                 raise
-        return await self._send(self._fresh_session, url, headers, body)
+        return await _exchange(pool, await pool.fresh(), head, body)
 
-    async def _send(
-        self, session: aiohttp.ClientSession, url: URL, headers: CIMultiDict[str], body: bytes
-    ) -> UpstreamResponse:
-        try:
-            return UpstreamResponse(await session.post(url, data=body, headers=headers, allow_redirects=False))
-        except (aiohttp.ClientConnectorError, aiohttp.ConnectionTimeoutError) as error:
-            raise UpstreamError(UpstreamFailure.CONNECT, f"no connection to the replica ({_why(error)})") from error
-        except (aiohttp.ClientError, OSError, ValueError) as error:
-            message = f"the replica closed the connection before answering ({_why(error)})"
-            raise UpstreamError(UpstreamFailure.BROKEN, message) from error
+    async def _make_pool(self, target: Target) -> _Pool:
+        context = None
+        if target.is_tls:
+            if self._context is None:
+                self._context = await asyncio.to_thread(ssl.create_default_context)
+            context = self._context
+        pool = _Pool(target.host, target.port, context, self._max_connections, self._connect_s)
+        return self._pools.setdefault(target.origin, pool)
+
+    def check_invariants(self) -> None:
+        for pool in self._pools.values():
+            pool.check_invariants()
 
 
-def request_headers(client_headers: RawHeaders, request_id: str, api_key: str | None) -> CIMultiDict[str]:
-    """What goes to a replica: a short list of the client's headers, and ours."""
-    headers: CIMultiDict[str] = CIMultiDict()
+async def _exchange(pool: _Pool, connection: Connection, head: bytes, body: bytes) -> UpstreamResponse:
+    try:
+        connection.send(head, body)
+        await connection.head()
+    except BaseException:
+        connection.close()
+        raise
+    return UpstreamResponse(connection, pool)
+
+
+def request_headers(client_headers: RawHeaders, request_id: str, api_key: str | None) -> bytes:
+    """What goes to a replica, as header lines: a short list of the client's headers, and ours.
+
+    The client's values come from a parser that refuses line ends in them.
+    """
+    lines = [b"x-request-id: ", request_id.encode("ascii"), b"\r\n"]
     for name, value in client_headers:
-        if name in _FORWARDED:
-            headers.add(name.decode("ascii"), value.decode("latin-1"))
-    headers["Accept-Encoding"] = "identity"
-    headers["X-Request-Id"] = request_id
+        if name in _FORWARDED and not (api_key is not None and name == b"authorization"):
+            lines += (name, b": ", value, b"\r\n")
     if api_key is not None:
-        headers["Authorization"] = f"Bearer {api_key}"
-    return headers
-
-
-def _session(connector: TCPConnector, connect_s: float) -> aiohttp.ClientSession:
-    return aiohttp.ClientSession(
-        connector=connector,
-        timeout=ClientTimeout(total=None, connect=None, sock_connect=connect_s, sock_read=None, ceil_threshold=3600),
-        cookie_jar=DummyCookieJar(),
-        auto_decompress=False,
-        skip_auto_headers=("User-Agent", "Accept", "Content-Type"),
-        read_bufsize=256 * 1024,
-        max_line_size=64 * 1024,
-        max_field_size=64 * 1024,
-    )
-
-
-def _why(error: BaseException) -> str:
-    """The system's own word for it where there is one; aiohttp's and asyncio's texts repeat the address."""
-    cause = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
-    if isinstance(cause, OSError) and cause.errno:
-        return os.strerror(cause.errno).lower()
-    return str(error) or type(error).__name__
+        lines += (b"authorization: Bearer ", api_key.encode("latin-1"), b"\r\n")
+    return b"".join(lines)

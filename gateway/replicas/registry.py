@@ -11,11 +11,10 @@ import logging
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
-from yarl import URL
-
 from gateway.config import ReplicaSpec
 from gateway.guard import Guard, Interrupt
 from gateway.replicas.dialect import Report
+from gateway.upstream import Target
 from policies.events import Event, Joined, Restarted, StatsReported, StatusChanged
 from policies.types import KeySpace, ReplicaId, ReplicaStatus
 
@@ -48,14 +47,14 @@ class Replica:
     kv_feed: str = "none"
     detail: str = "not reached yet"
     waiting: set[Guard] = field(default_factory=set)
-    urls: dict[str, URL] = field(default_factory=dict)
+    targets: dict[str, Target] = field(default_factory=dict)
 
-    def url(self, path: str) -> URL:
-        """The replica's URL for `path`, which is one of the gateway's own routes (so the cache is bounded)."""
-        url = self.urls.get(path)
-        if url is None:
-            url = self.urls[path] = URL(self.spec.url + path)
-        return url
+    def target(self, path: str) -> Target:
+        """Where requests for `path` go, which is one of the gateway's own routes (so the cache is bounded)."""
+        target = self.targets.get(path)
+        if target is None:
+            target = self.targets[path] = Target(self.spec.url, path)
+        return target
 
 
 @dataclass(frozen=True, slots=True)

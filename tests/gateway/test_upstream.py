@@ -7,10 +7,8 @@ import contextlib
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
-from multidict import CIMultiDict
-from yarl import URL
 
-from gateway.upstream import Upstream, UpstreamError, UpstreamFailure, request_headers
+from gateway.upstream import Target, Upstream, UpstreamError, UpstreamFailure, request_headers
 from tests.gateway.harness import HANG_GUARD_S, free_address, until
 
 Handler = Callable[[asyncio.StreamReader, asyncio.StreamWriter, int], Awaitable[None]]
@@ -18,7 +16,7 @@ OK = b"HTTP/1.1 200 OK\r\ncontent-length: 2\r\n\r\nok"
 
 
 @contextlib.asynccontextmanager
-async def served(handle: Handler) -> AsyncIterator[tuple[Upstream, URL, list[int]]]:
+async def served(handle: Handler) -> AsyncIterator[tuple[Upstream, Target, list[int]]]:
     """An Upstream, the URL of a server, and the list of connections made; `handle` gets each with its number."""
     connections: list[int] = []
 
@@ -36,7 +34,7 @@ async def served(handle: Handler) -> AsyncIterator[tuple[Upstream, URL, list[int
     port = server.sockets[0].getsockname()[1]
     try:
         async with asyncio.timeout(HANG_GUARD_S):
-            yield upstream, URL(f"http://127.0.0.1:{port}/v1/x"), connections
+            yield upstream, Target(f"http://127.0.0.1:{port}", "/v1/x"), connections
     finally:
         await upstream.close()
         server.close()
@@ -48,8 +46,8 @@ async def read_request(reader: asyncio.StreamReader) -> bytes:
     return head + await reader.readexactly(length)
 
 
-async def post(upstream: Upstream, url: URL) -> bytes:
-    response = await upstream.post(url, CIMultiDict(), b"{}")
+async def post(upstream: Upstream, url: Target) -> bytes:
+    response = await upstream.post(url, b"", b"{}")
     try:
         return await response.read_all(1000)
     finally:
@@ -115,7 +113,7 @@ async def test_nothing_listening_is_a_failure_to_connect():
     upstream = Upstream(connect_s=5.0, max_connections_per_replica=4)
     host, port = free_address()
     with pytest.raises(UpstreamError) as caught:
-        await post(upstream, URL(f"http://{host}:{port}/"))
+        await post(upstream, Target(f"http://{host}:{port}", "/"))
     assert caught.value.kind is UpstreamFailure.CONNECT
     await upstream.close()
 
@@ -178,7 +176,7 @@ async def test_closing_an_answer_that_was_not_read_tells_the_replica_to_stop():
         hung_up.set()
 
     async with served(handle) as (upstream, url, _):
-        response = await upstream.post(url, CIMultiDict(), b"{}")
+        response = await upstream.post(url, b"", b"{}")
         assert await response.read_some() == b"ab"
         response.close()
         await hung_up.wait()
@@ -195,7 +193,7 @@ async def test_headers_of_an_answer_are_cleaned_and_bodies_left_alone():
         await reader.read()
 
     async with served(handle) as (upstream, url, _):
-        response = await upstream.post(url, CIMultiDict(), b"{}")
+        response = await upstream.post(url, b"", b"{}")
         assert response.cached_tokens == 12
         assert dict(response.headers()) == {b"content-type": b"x", b"content-encoding": b"gzip", b"x-own": b"1"}
         assert await response.read_all(10) == b"\x1f\x8b\x00"
@@ -205,6 +203,4 @@ async def test_headers_of_an_answer_are_cleaned_and_bodies_left_alone():
 def test_a_replicas_key_replaces_the_clients():
     client = [(b"authorization", b"Bearer client"), (b"authorization", b"Bearer twice"), (b"host", b"x")]
     headers = request_headers(client, "id-1", "own")
-    assert headers.getall("authorization") == ["Bearer own"]
-    assert headers["x-request-id"] == "id-1"
-    assert "host" not in headers
+    assert headers == b"x-request-id: id-1\r\nauthorization: Bearer own\r\n"
