@@ -25,7 +25,7 @@ def _relative_error(ours: torch.Tensor, reference: torch.Tensor) -> float:
 
 @needs_operators
 @pytest.mark.parametrize("bias", [True, False])
-@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 7, 16, 33, 127, 128, 300])
+@pytest.mark.parametrize("num_rows", [1, 2, 3, 4, 7, 16, 33, 128, 255, 256, 300])
 def test_result_equals_plain_linear_at_every_number_of_rows(num_rows: int, bias: bool) -> None:
     plain, packed = _model(bias=bias), _model(bias=bias)
     report = linear.prepack(packed)
