@@ -27,7 +27,7 @@ from loadtest.sim.runs import Outcome, Task, run_all
 from loadtest.sim.search import highest_rate
 from loadtest.sim.setup import Conditions, Fleet, Load, Objective, Setup
 from loadtest.sim.trace import BLOCK_TOKENS, read_trace
-from policies.registry import UnknownPolicy, make_policy, policy_names
+from policies.registry import make_policy, policy_names
 
 DEFAULT_POLICIES = "round_robin,least_loaded,warm,pooled"
 
@@ -97,6 +97,8 @@ def _table_console() -> Console:
 
 def setup_of(options: argparse.Namespace) -> Setup:
     """The fleet and its conditions. Raises ValueError."""
+    if options.replicas < 1 or options.seeds < 1:
+        raise ValueError(f"--replicas {options.replicas} --seeds {options.seeds}: there must be one at least")
     gpus = parse_fleet(options.gpu, options.replicas)
     trace = read_trace(options.trace, 1)
     blocks = _blocks(options, trace.block_tokens)
@@ -159,10 +161,7 @@ def _policies(text: str) -> list[str]:
         raise ValueError(f"--policies is empty: choose among {', '.join((*policy_names(), POOLED))}")
     for name in names:
         if name != POOLED:
-            try:
-                make_policy(name)
-            except UnknownPolicy as problem:
-                raise UnknownPolicy(name) from problem
+            make_policy(name)
     return names
 
 

@@ -17,7 +17,7 @@ tests hold the two against each other.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from engine_worker.core.events import KVEvent
@@ -41,6 +41,7 @@ class _Run:
     plan: StepPlan
     started: float
     num_steps: int
+    num_tokens: int  # in each step
     num_decodes: int
     decode_context: int
 
@@ -91,11 +92,13 @@ class Engine:
             self._cut(self._run)
         return self.scheduler.cancel(request_id)
 
-    def stop(self) -> None:
-        """The process dies: nothing of it happens any more."""
+    def stop(self, request_ids: Iterable[str]) -> None:
+        """The process dies with the requests it had: nothing of it happens any more. A shared pool gets its blocks."""
         self._version += 1
         self._run = None
         self._between = True
+        for request_id in request_ids:
+            self.scheduler.cancel(request_id)
 
     def take_events(self) -> list[KVEvent]:
         return self.scheduler.take_events()
@@ -109,9 +112,10 @@ class Engine:
         num_waiting = self.scheduler.num_waiting
         plan = self.scheduler.plan(self._clock.now)
         chunks: list[tuple[int, int]] = []
-        num_decodes = context = 0
+        num_tokens = num_decodes = context = 0
         for segment in plan.segments:
             size = len(segment.token_ids)
+            num_tokens += size
             if size == 1 and segment.request.output_ids:
                 num_decodes += 1
                 context += segment.start + 1
@@ -120,7 +124,7 @@ class Engine:
         num_steps = 1
         if self._fast_forward and not chunks and not plan.preempted and self.scheduler.num_waiting == num_waiting:
             num_steps = self._num_alike(plan)
-        self._run = _Run(plan, self._clock.now, num_steps, num_decodes, context)
+        self._run = _Run(plan, self._clock.now, num_steps, num_tokens, num_decodes, context)
         if num_steps > 1:
             seconds = self.gpu.decode_run_s(num_steps, num_decodes, context)
         else:
@@ -163,7 +167,7 @@ class Engine:
             return
         plan = run.plan if run.num_steps == 1 else _repeated(run.plan, run.num_steps - 1)
         self.num_steps += run.num_steps
-        self.num_computed_tokens += plan.num_tokens
+        self.num_computed_tokens += run.num_steps * run.num_tokens
         self.busy_s += self._clock.now - run.started
         self._between = True
         result = StepResult({segment.request.request_id: TOKEN for segment in plan.segments if segment.sample})

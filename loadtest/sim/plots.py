@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import matplotlib
 
@@ -31,7 +32,7 @@ def draw(folder: Path, outcomes: Sequence[Outcome], title: str, label_name: str)
     return written
 
 
-def _style(policy: str) -> dict[str, object]:
+def _style(policy: str) -> dict[str, Any]:
     """The pooled limit stands out; everybody else has a colour by turn."""
     return {"color": "black", "linestyle": "--", "linewidth": 2} if policy == POOLED else {}
 

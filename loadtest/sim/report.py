@@ -99,10 +99,8 @@ def describe(limits: Bounds, group: Sequence[Line]) -> str:
 
 def _table(title: str, group: Sequence[Line]) -> Table:
     seeds = max(len(line.runs) for line in group)
-    table = Table(
-        box=box.SIMPLE_HEAD,
-        title=f"{title} (mean{' ± deviation' * (seeds > 1)} of {seeds} seed{'s' * (seeds > 1)}; seconds)",
-    )
+    spread = f", mean ± deviation of {seeds} seeds" if seeds > 1 else ""
+    table = Table(box=box.SIMPLE_HEAD, title=f"{title}{spread} (seconds)")
     table.add_column("policy")
     for heading, _, _ in COLUMNS:
         table.add_column(heading, justify="right")

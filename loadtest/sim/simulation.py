@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 
 from engine_worker.core.scheduler import RequestTooLarge
@@ -54,6 +55,7 @@ class Simulation:
         self._seed = seed
         self._waiting: dict[str, tuple[Job, PrefixChain, RouteRequest]] = {}
         self._num_open = 0
+        self._is_over = False
         self.replicas = [Replica(ReplicaId(f"r{index:02d}"), index) for index in range(setup.fleet.size)]
         self._by_id = {replica.replica_id: replica for replica in self.replicas}
         self._start_fleet(policy)
@@ -76,6 +78,8 @@ class Simulation:
             return self._num_open == 0 and (self.workload.is_over or len(self.jobs) == total)
 
         self.clock.run(over)
+        self._is_over = True
+        self.clock.run()  # news still on its way
         assert not self._num_open, f"{self._num_open} requests never ended"
 
     # Fleet
@@ -129,7 +133,11 @@ class Simulation:
                 if not isinstance(event, events.Dispatched):
                     gateway.poll(self.clock.now)
             else:
-                self.clock.at(self.clock.now + self.setup.conditions.share_delay_s, gateway.see, event)
+                self.clock.at(self.clock.now + self.setup.conditions.share_delay_s, self._hear, gateway, event)
+
+    def _hear(self, gateway: SimGateway, event: events.Event) -> None:
+        """News from another gateway, by the hearer's own clock."""
+        gateway.see(replace(event, at=self.clock.now))
 
     # Requests
 
@@ -238,11 +246,13 @@ class Simulation:
                 self.clock.at(conditions.poll_s * (replica.index + 1) / len(self.replicas), self._report, replica)
 
     def _die(self, replica: Replica, rng: random.Random) -> None:
+        if self._is_over:
+            return
         conditions = self.setup.conditions
-        assert replica.engine is not None
-        replica.engine.stop()
-        replica.engine = None
         lost, replica.jobs = list(replica.jobs.values()), {}
+        assert replica.engine is not None
+        replica.engine.stop(job.job_id for job in lost)
+        replica.engine = None
         for job in lost:
             self._failed(job, FailureKind.BROKEN)
         now = self.clock.now
@@ -262,6 +272,8 @@ class Simulation:
 
     def _report(self, replica: Replica) -> None:
         now = self.clock.now
+        if self._is_over:
+            return
         if replica.engine is not None:
             stats = replica.engine.scheduler.stats()
             usage = 1.0 - stats.num_free_blocks / stats.num_blocks

@@ -119,7 +119,7 @@ def detect(first: dict[str, Any]) -> str | None:
 def _open(path: Path) -> io.TextIOBase:
     with path.open("rb") as file:
         zipped = file.read(2) == b"\x1f\x8b"
-    return gzip.open(path, "rt", encoding="utf-8") if zipped else path.open(encoding="utf-8")  # type: ignore[return-value]
+    return gzip.open(path, "rt", encoding="utf-8") if zipped else path.open(encoding="utf-8")
 
 
 def _rows(lines: Iterable[str], name: str) -> Iterator[dict[str, Any]]:

@@ -1,0 +1,101 @@
+"""The command from end to end, on tiny traces."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from loadtest.sim import search
+from loadtest.sim.cli import main
+from tests.loadtest.sim.traces import mooncake_rows, own_rows, session_rows, write
+from tests.support.processes import ROOT
+
+REQUIRED = {
+    "policy", "seed", "hit_ratio", "ttft_mean_s", "ttft_p50_s", "ttft_p90_s", "ttft_p99_s", "within_objective",
+    "imbalance",
+}  # fmt: skip
+
+
+def test_the_command(tmp_path: Path) -> None:
+    """Several processes, seeds, loads and policies: JSON, table, bounds and pictures."""
+    trace, out, plots = write(tmp_path / "m.jsonl", mooncake_rows(60)), tmp_path / "out.json", tmp_path / "plots"
+    command = [
+        *(sys.executable, "-m", "loadtest.sim", "--trace", str(trace), "--policies", "round_robin,warm,pooled"),
+        *("--replicas", "2", "--gpu", "h100", "--blocks", "60", "--rate", "2,4", "--seeds", "2", "--jobs", "2"),
+        *("--json", str(out), "--plots", str(plots)),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    rows = json.loads(out.read_text())
+    assert len(rows) == 3 * 2 * 2
+    for row in rows:
+        assert row.keys() >= REQUIRED
+        assert row["num_requests"] == 60
+        assert row["hit_ratio"] <= row["bound_infinite_hit_ratio"] + 1e-9
+        assert row["bound_lru_hit_ratio"] <= row["bound_belady_hit_ratio"] <= row["bound_infinite_hit_ratio"]
+    assert [(row["policy"], row["seed"], row["load"]) for row in rows[:2]] == [("pooled", 1, 2.0), ("pooled", 2, 2.0)]
+    assert "bounds on the hit ratio" in done.stdout
+    order = [done.stdout.index(name) for name in ("round_robin", "warm", "pooled")]
+    assert order == sorted(order), "the table keeps the order of --policies"
+    pictures = {path.name for path in plots.iterdir()}
+    assert {"hit_ratio.png", "ttft_by_load.png", "within_by_load.png", "load_warm_2.png"} <= pictures
+    assert all(path.read_bytes().startswith(b"\x89PNG") for path in plots.iterdir())
+
+
+def run(tmp_path: Path, *arguments: str) -> list[dict[str, object]]:
+    out = tmp_path / "out.json"
+    assert main([*arguments, "--json", str(out), "--jobs", "1"]) == 0
+    found: list[dict[str, object]] = json.loads(out.read_text())
+    return found
+
+
+def test_users_and_ones_own_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    agents = write(tmp_path / "c.jsonl", session_rows(8))
+    [row] = run(tmp_path, "--trace", str(agents), "--policies", "warm", "--users", "3", "--replicas", "2")
+    assert (row["load_kind"], row["load"]) == ("users", 3)
+    own = write(tmp_path / "o.jsonl", own_rows(30))
+    [row] = run(tmp_path, "--trace", str(own), "--policies", "warm", "--replicas", "1", "--gpu", "l4")
+    assert row["num_requests"] == 30
+    assert float(str(row["hit_ratio"])) > 0.5, "the shared 100 tokens"
+    assert "own" not in capsys.readouterr().err
+
+
+def test_load_is_a_share_of_what_least_loaded_serves_well(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    trace = write(tmp_path / "m.jsonl", mooncake_rows(80))
+    flags = ("--trace", str(trace), "--policies", "least_loaded", "--replicas", "2", "--blocks", "60")
+    [below] = run(tmp_path, *flags, "--load", "0.97")
+    assert float(str(below["within_objective"])) >= search.SHARE
+    [above] = run(tmp_path, *flags, "--load", "1.3")
+    assert float(str(above["within_objective"])) < search.SHARE
+    assert float(str(above["rate"])) == pytest.approx(1.3 / 0.97 * float(str(below["rate"])), rel=0.05)
+    assert capsys.readouterr().err.count("within the objective") > 3, "searched once ..."
+    monkeypatch.setattr(search, "run_all", None)  # ... and then remembered
+    run(tmp_path, *flags, "--load", "0.5")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "complaint"),
+    [
+        (("--trace", "none.jsonl"), "none.jsonl: No such file"),
+        (("--policies", "clairvoyant"), "unknown policy 'clairvoyant': choose one of"),
+        (("--gpu", "abacus"), "unknown GPU 'abacus'"),
+        (("--blocks", "x"), "--blocks x: numbers separated by commas"),
+        (("--gpu", "h100:2,l4:1", "--blocks", "1,2,3"), "one for each kind"),
+        (("--blocks", "2"), "too small for this trace"),
+        (("--rate", "-1"), "no number may be negative"),
+        (("--replicas", "0"), "--replicas 0"),
+    ],
+)
+def test_mistakes_get_a_sentence(
+    tmp_path: Path, arguments: tuple[str, ...], complaint: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    trace = write(tmp_path / "m.jsonl", mooncake_rows(5))
+    assert main(["--trace", str(trace), "--policies", "warm", "--rate", "3", "--jobs", "1", *arguments]) == 1
+    assert complaint in capsys.readouterr().err
