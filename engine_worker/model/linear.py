@@ -1,8 +1,8 @@
 """Linear layers for a CPU in float32: a second, blocked copy of the weight for the batch sizes of decoding.
 
-MKL's GEMM, behind F.linear, packs the weight anew on every call. With hundreds of rows that is lost in the work; with 2
-to 64, where decoding lives, it can cost more than the product itself. oneDNN can multiply a weight that was packed once.
-How many times as fast as F.linear that is, on one core, for the layers and the LM head of a 135 M Llama (CPU time of
+MKL's GEMM, behind F.linear, packs the weight anew on every call. With hundreds of rows that is lost in the work; with
+2 to 64, where decoding lives, it can cost more than the product itself. oneDNN can multiply a weight packed once. How
+many times as fast as F.linear that is, on one core, for the layers and the LM head of a 135 M Llama (CPU time of
 alternating runs; AVX2 by restricting both libraries; AMD's AVX2 gains more at 2 to 16 rows):
 
     rows               1     2     4     8    16    32    64   128   256   512
