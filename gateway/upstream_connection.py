@@ -215,8 +215,7 @@ class Connection(asyncio.Protocol):
     # What the socket says
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        self._transport = transport  # type: ignore[assignment]  # uvloop's is none of asyncio's classes
         own_socket = transport.get_extra_info("socket")
         if own_socket is not None and own_socket.family in (socket.AF_INET, socket.AF_INET6):
             own_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
