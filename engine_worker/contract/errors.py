@@ -9,7 +9,10 @@ import msgspec
 
 
 class ApiError(Exception):
-    """An error with the status and body that the client gets. The message says what is wrong and how to mend it."""
+    """An error with the status and body that the client gets. The message says what is wrong and how to mend it.
+
+    `should_retry` overrules what clients would do by the status alone; None leaves it to them.
+    """
 
     def __init__(
         self,
@@ -20,6 +23,7 @@ class ApiError(Exception):
         param: str | None = None,
         code: str | None = None,
         retry_after_s: float | None = None,
+        should_retry: bool | None = None,
     ) -> None:
         super().__init__(message)
         self.status = status
@@ -28,6 +32,7 @@ class ApiError(Exception):
         self.param = param
         self.code = code
         self.retry_after_s = retry_after_s
+        self.should_retry = should_retry
 
     def body(self) -> bytes:
         return error_body(self.message, self.type, self.param, self.code)

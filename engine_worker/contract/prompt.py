@@ -19,6 +19,7 @@ from tokenizers import Tokenizer
 from engine_worker.contract.messages import PromptError, last_text, template_messages, template_tools
 from engine_worker.contract.state import TokenizerBundle
 from engine_worker.contract.template import Changes, ChatTemplate, TemplateLimit, TemplateRefused
+from engine_worker.contract.tools import with_tools_as_text
 
 __all__ = ["ALLOWED_TEMPLATE_KWARGS", "PromptError", "PromptRenderer", "template_kwargs"]
 
@@ -82,6 +83,11 @@ class PromptRenderer:
         return self._template is not None
 
     @property
+    def knows_tools(self) -> bool:
+        """Whether the template itself shows tools; otherwise they are described in the system message."""
+        return self._template is not None and self._template.knows_tools
+
+    @property
     def template_changes(self) -> Changes:
         """How often equal messages render differently (see ChatTemplate.changes)."""
         return "never" if self._template is None else self._template.changes
@@ -110,12 +116,15 @@ class PromptRenderer:
                 param="continue_final_message",
             )
         prepared = template_messages(messages, template.content_style, template.knows_developer)
+        shown_tools = template_tools(tools)
+        if not template.knows_tools:
+            prepared = with_tools_as_text(prepared, shown_tools)
         variables: dict[str, Any] = {
             **self.bundle.special_tokens,
             "documents": None,
             **_allowed(chat_template_kwargs),
             "messages": prepared,
-            "tools": template_tools(tools),
+            "tools": shown_tools,
             "add_generation_prompt": add_generation_prompt,
         }
         if continue_final_message:

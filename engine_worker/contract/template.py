@@ -32,6 +32,7 @@ class ChatTemplate:
     changes        how often the same messages render differently: "daily" or "every_second" break prefix caching at
                    that pace (a template that prints the date or the time)
     knows_developer  whether the template has its own idea of the role `developer`
+    knows_tools    whether the template shows tools to the model
     Raises jinja2.TemplateSyntaxError where `source` is no template, and TemplateLimit where it is absurdly long.
     """
 
@@ -47,6 +48,7 @@ class ChatTemplate:
         self.content_style: ContentStyle = _content_style(tree)
         self.changes: Changes = _changes(tree)
         self.knows_developer = "developer" in source
+        self.knows_tools = any("tools" in name.name for name in tree.find_all(nodes.Name))
 
     def render(self, variables: dict[str, Any]) -> str:
         """The text. Raises TemplateRefused, TemplateLimit or whatever else the template's own faults raise."""
