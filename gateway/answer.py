@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import random
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -18,6 +19,8 @@ Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 _ids = random.Random()  # seeded by the system; ids need to be unique, not secret
+# Python's clients and node's.
+_PATIENCE = (b"x-stainless-read-timeout", b"x-stainless-timeout")
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")
 _JSON: tuple[bytes, bytes] = (b"content-type", b"application/json")
 
@@ -41,6 +44,19 @@ def request_id(scope: Scope) -> str:
         if _SANE_ID.fullmatch(text):
             return text
     return f"req-{_ids.getrandbits(96):024x}"
+
+
+def patience_s(scope: Scope) -> float | None:
+    """How long the client says that it waits for the first byte of an answer; None where it doesn't say."""
+    for name, value in scope["headers"]:
+        if name in _PATIENCE:
+            try:
+                seconds = float(value)
+            except ValueError:
+                continue
+            if 0 < seconds < math.inf:
+                return seconds
+    return None
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
@@ -143,6 +159,8 @@ class Answer:
         headers: Headers = [_JSON]
         if error.retry_after_s is not None:
             headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after_s))))
+        if error.should_retry is not None:
+            headers.append((b"x-should-retry", b"true" if error.should_retry else b"false"))
         if error.status in (408, 413):
             headers.append((b"connection", b"close"))
         await self.whole(error.status, headers, error.body())

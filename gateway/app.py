@@ -1,6 +1,7 @@
 """The gateway as an ASGI application: hot routes are plain ASGI straight into the proxy, the others are starlette's.
 
-Paths may start with a doubled slash or leave `/v1` out, as some clients' do; replicas always get the plain path.
+Paths may start with a doubled slash, leave `/v1` out or have it twice, as some clients' do; replicas always get the
+plain path. Other APIs (translate/) are routes like the others, with a translation on the way.
 """
 
 from __future__ import annotations
@@ -8,11 +9,14 @@ from __future__ import annotations
 import contextlib
 import re
 import time
+from typing import Any, Literal, NamedTuple
 
 from starlette.applications import Starlette
+from starlette.middleware.cors import CORSMiddleware
 
 from engine_worker.contract.errors import ApiError
-from gateway.answer import Answer, Receive, Scope, Send, request_id
+from gateway.aliases import Aliases
+from gateway.answer import Answer, Message, Receive, Scope, Send, request_id
 from gateway.config import GatewaySettings
 from gateway.exchange import Failure
 from gateway.observe.access_log import AccessLog
@@ -25,6 +29,11 @@ from gateway.replicas.health import Monitor
 from gateway.replicas.registry import Registry, Replica
 from gateway.router import Router
 from gateway.routes import cold_routes
+from gateway.translate.answer import Translation, with_bearer
+from gateway.translate.count import TokenCounter
+from gateway.translate.messages import MessagesTranslation
+from gateway.translate.responses import ResponsesTranslation
+from gateway.translate.store import ResponseStore
 from gateway.upstream import Upstream
 from policies.events import FailureKind
 from policies.fleet import FleetState
@@ -32,18 +41,33 @@ from policies.registry import fleet_config, make_policy
 from policies.types import ReplicaStatus
 
 _SLASHES = re.compile(r"/{2,}")
+_CORS_MAX_AGE_S = 24 * 3600
+_EXPOSED = ("x-request-id", "request-id", "retry-after", "x-should-retry", "x-warmgate-replica", "x-warmgate-policy")
+_EXPOSED_TOKENS = ("x-warmgate-matched-tokens", "x-warmgate-cached-tokens")
 
-# The gateway's path -> what it is, and the replica's path for it.
-HOT_ROUTES: dict[str, tuple[Endpoint, str]] = {
-    "/v1/chat/completions": ("chat", "/v1/chat/completions"),
-    "/v1/completions": ("completions", "/v1/completions"),
-    "/v1/embeddings": ("embeddings", "/v1/embeddings"),
-    "/chat/completions": ("chat", "/v1/chat/completions"),
-    "/completions": ("completions", "/v1/completions"),
-    "/embeddings": ("embeddings", "/v1/embeddings"),
-    "/tokenize": ("tokenize", "/tokenize"),
-    "/detokenize": ("detokenize", "/detokenize"),
+
+class HotRoute(NamedTuple):
+    """What a path is: the kind of request that replicas get, their path for it, and the API that the client speaks."""
+
+    endpoint: Endpoint
+    path: str
+    api: Literal["", "responses", "messages", "count_tokens"] = ""
+
+
+_CHAT_PATH = "/v1/chat/completions"
+HOT_ROUTES: dict[str, HotRoute] = {
+    "/tokenize": HotRoute("tokenize", "/tokenize"),
+    "/detokenize": HotRoute("detokenize", "/detokenize"),
 }
+for _name, _route in {
+    "/chat/completions": HotRoute("chat", _CHAT_PATH),
+    "/completions": HotRoute("completions", "/v1/completions"),
+    "/embeddings": HotRoute("embeddings", "/v1/embeddings"),
+    "/responses": HotRoute("chat", _CHAT_PATH, "responses"),
+    "/messages": HotRoute("chat", _CHAT_PATH, "messages"),
+    "/messages/count_tokens": HotRoute("tokenize", "/tokenize", "count_tokens"),
+}.items():
+    HOT_ROUTES[_name] = HOT_ROUTES["/v1" + _name] = _route
 
 
 class Gateway:
@@ -64,31 +88,71 @@ class Gateway:
         self.draining = False
         self._cold: Starlette = cold_routes(self)
         self._proxy: Proxy | None = None
+        self._counter: TokenCounter | None = None
+        self._aliases = Aliases(settings.model_aliases)
+        self.responses = ResponseStore(settings.responses_store_bytes)
+        self._serve: Any = self._dispatch
+        if settings.allowed_origins:
+            self._serve = CORSMiddleware(
+                self._dispatch,
+                allow_origins=settings.allowed_origins,
+                allow_methods=["GET", "POST", "DELETE"],
+                allow_headers=["*"],
+                expose_headers=[*_EXPOSED, *_EXPOSED_TOKENS],
+                max_age=_CORS_MAX_AGE_S,
+            )
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        await self._serve(scope, receive, send)
+
+    async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] == "http":
             hot = HOT_ROUTES.get(scope["path"])
             if hot is None or scope["method"] != "POST":
                 await self._other(scope, receive, send)
             else:
-                await self._hot(scope, receive, send, *hot)
+                await self._hot(scope, receive, send, hot)
         elif scope["type"] == "lifespan":
             await self._lifespan(receive, send)
         else:
             raise RuntimeError(f"{scope['type']} connections are not served")
 
-    async def _hot(self, scope: Scope, receive: Receive, send: Send, endpoint: Endpoint, path: str) -> None:
+    async def _hot(self, scope: Scope, receive: Receive, send: Send, route: HotRoute) -> None:
         assert self._proxy is not None, "requests come after lifespan's startup"
-        await self._proxy(scope, receive, send, endpoint, path)
+        if not route.api:
+            await self._proxy(scope, receive, send, route.endpoint, route.path)
+            return
+        scope = with_bearer(scope)
+        if route.api == "count_tokens":
+            assert self._counter is not None
+            await self._counter(scope, receive, send)
+            return
+        translation = ResponsesTranslation(self.responses) if route.api == "responses" else MessagesTranslation()
+        await self._proxy(scope, receive, send, route.endpoint, route.path, translation)
+
+    async def _count_by_replica(self, scope: Scope, receive: Receive, send: Send, translation: Translation) -> None:
+        assert self._proxy is not None
+        await self._proxy(scope, receive, send, "tokenize", "/tokenize", translation)
+
+    def model_for(self, name: str) -> str:
+        """The served model that `name` means. Raises ApiError where a request for it could not be placed."""
+        model = self._aliases.resolve(name, self.registry.model_names)
+        self.router.check_model(model)
+        return model
+
+    def listed_models(self) -> list[tuple[str, str]]:
+        """Every name that may be asked for, with the model that it means."""
+        served = self.registry.model_names
+        return [*((model, model) for model in sorted(served)), *self._aliases.listed(served)]
 
     async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
-        if "//" in path:
-            path = _SLASHES.sub("/", path)
+        if "//" in path or path.startswith("/v1/v1/"):
+            path = _SLASHES.sub("/", path).replace("/v1/v1/", "/v1/", 1)
             scope = {**scope, "path": path, "raw_path": path.encode("utf-8", "surrogatepass")}
             hot = HOT_ROUTES.get(path)
             if hot is not None and scope["method"] == "POST":
-                await self._hot(scope, receive, send, *hot)
+                await self._hot(scope, receive, send, hot)
                 return
         if path in HOT_ROUTES:
             answer = Answer(scope, send)
@@ -99,7 +163,16 @@ class Gateway:
             error = ApiError(405, f"{scope['method']} is not allowed on {path}; use POST.", code="method_not_allowed")
             await answer.error(error)
             return
-        await self._cold(scope, receive, send)
+        given_id = request_id(scope).encode("ascii")
+
+        async def send_with_id(message: Message) -> None:
+            if message["type"] == "http.response.start" and not any(
+                h[0] == b"x-request-id" for h in message["headers"]
+            ):
+                message = {**message, "headers": [*message["headers"], (b"x-request-id", given_id)]}
+            await send(message)
+
+        await self._cold(scope, receive, send_with_id)
 
     @contextlib.asynccontextmanager
     async def running(self):  # type: ignore[no-untyped-def]
@@ -115,6 +188,9 @@ class Gateway:
 
         self._proxy = Proxy(
             settings, self.registry, self.router, prefix, upstream, self.metrics, self.access_log, on_trouble
+        )
+        self._counter = TokenCounter(
+            prefix, self.registry, self.model_for, self._count_by_replica, settings.max_body_bytes, settings.body_s
         )
         monitor.start()
         try:

@@ -96,6 +96,10 @@ class GatewaySettings(BaseSettings):
     request_s       a whole request, from its last byte read to its last byte sent
     body_s          for a client to send its request's body
     drain_s         for requests in flight after SIGTERM
+    model_aliases   other names for models (aliases.py): a mapping, or `alias=model,...`
+    allowed_origins web pages that may call this gateway from a browser: `https://example.com,...`, or `*`
+    responses_store_bytes
+                    answers of the Responses API kept for later turns, in memory; 0 keeps none
     """
 
     model_config = SettingsConfigDict(env_prefix="WARMGATE_", extra="ignore", frozen=True)
@@ -124,6 +128,10 @@ class GatewaySettings(BaseSettings):
     max_response_bytes: int = Field(default=64 * 1024 * 1024, ge=1024)
     max_sse_line_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
     max_connections_per_replica: int = Field(default=1024, ge=1)
+
+    model_aliases: Annotated[dict[str, str], NoDecode] = Field(default_factory=dict)
+    allowed_origins: Annotated[list[str], NoDecode] = Field(default_factory=list)
+    responses_store_bytes: int = Field(default=64 * 1024 * 1024, ge=0)
 
     access_log: str = "-"  # "-" for standard output, "" for none, else a file
     log_level: Literal["debug", "info", "warning", "error"] = "info"
@@ -154,6 +162,29 @@ class GatewaySettings(BaseSettings):
                 return parsed if isinstance(parsed, list) else [text]
             return [part for part in re.split(r"[\s,]+", text) if part]
         return value
+
+    @field_validator("model_aliases", mode="before")
+    @classmethod
+    def _split_aliases(cls, value: Any) -> Any:
+        if not isinstance(value, str):
+            return value
+        pairs = [part.strip() for part in value.split(",") if part.strip()]
+        if any("=" not in pair for pair in pairs):
+            raise ValueError("write aliases like `gpt-4o=my-model,claude-*=my-model`")
+        return dict(pair.split("=", 1) for pair in pairs)
+
+    @field_validator("allowed_origins", mode="before")
+    @classmethod
+    def _split_origins(cls, value: Any) -> Any:
+        return [part for part in re.split(r"[\s,]+", value) if part] if isinstance(value, str) else value
+
+    @field_validator("allowed_origins")
+    @classmethod
+    def _check_origins(cls, origins: list[str]) -> list[str]:
+        for origin in origins:
+            if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/]+", origin):
+                raise ValueError(f"{origin!r} is no origin; write it like https://example.com, without a path, or `*`")
+        return origins
 
     @field_validator("replicas")
     @classmethod

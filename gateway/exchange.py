@@ -83,7 +83,15 @@ class Failure:
     detail: str = ""
 
     def as_error(self) -> ApiError:
-        return ApiError(self.status, self.message, code=_CODES.get(self.kind), retry_after_s=self.retry_after_s)
+        # What took as long as the client would wait takes as long again.
+        should_retry = False if self.final and self.kind is FailureKind.TIMEOUT else None
+        return ApiError(
+            self.status,
+            self.message,
+            code=_CODES.get(self.kind),
+            retry_after_s=self.retry_after_s,
+            should_retry=should_retry,
+        )
 
     @property
     def log_text(self) -> str:
@@ -125,4 +133,4 @@ def of_interrupt(reason: Interrupt) -> Failure:
         case Interrupt.STREAM_IDLE:
             return Failure(FailureKind.TIMEOUT, 504, "The replica's stream stalled.")
         case Interrupt.DEADLINE | Interrupt.BODY_TIMEOUT:
-            return Failure(FailureKind.TIMEOUT, 504, "The request took longer than this gateway allows.", final=True)
+            return Failure(FailureKind.TIMEOUT, 504, "The request took longer than its deadline allows.", final=True)

@@ -36,7 +36,18 @@ class Interrupted(Exception):
 class Guard:
     """Guards the current task until `close()`. `deadline_s` bounds the whole request, `phase` its first phase."""
 
-    __slots__ = ("_deadline_at", "_loop", "_open", "_phase", "_phase_at", "_reason", "_task", "_timer", "_timer_at")
+    __slots__ = (
+        "_deadline_at",
+        "_last_at",
+        "_loop",
+        "_open",
+        "_phase",
+        "_phase_at",
+        "_reason",
+        "_task",
+        "_timer",
+        "_timer_at",
+    )
 
     def __init__(self, deadline_s: float, phase: Interrupt | None = None, phase_s: float = 0.0) -> None:
         self._loop = asyncio.get_running_loop()
@@ -46,7 +57,7 @@ class Guard:
         self._reason: Interrupt | None = None
         self._open = True
         now = self._loop.time()
-        self._deadline_at = now + deadline_s
+        self._last_at = self._deadline_at = now + deadline_s
         self._phase = phase
         self._phase_at = now + phase_s
         self._timer_at = self._next_at()
@@ -67,6 +78,16 @@ class Guard:
         """Move the running phase's end later, to `until` on the monotonic clock, and rename its timeout. Cheap."""
         self._phase = on_timeout
         self._phase_at = until
+
+    def hurry(self, seconds: float) -> None:
+        """Bring the deadline forward to `seconds` from now, until `relax`."""
+        self._deadline_at = min(self._last_at, self._loop.time() + seconds)
+        if self._deadline_at < self._timer_at:
+            self._arm()
+
+    def relax(self) -> None:
+        """The deadline is again the one that the guard began with."""
+        self._deadline_at = self._last_at
 
     @property
     def remaining_s(self) -> float:

@@ -16,19 +16,21 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from engine_worker.contract.errors import ApiError
-from gateway.answer import Answer, ClientGone, Headers, Receive, Scope, Send, Watch, read_body, request_id
+from gateway.aliases import Aliases
+from gateway.answer import Answer, ClientGone, Headers, Receive, Scope, Send, Watch, patience_s, read_body, request_id
 from gateway.config import GatewaySettings
 from gateway.exchange import CLIENT_CLOSED_REQUEST, Exchange, Failure, ReplicaRefused, of_interrupt, of_upstream
 from gateway.guard import Guard, Interrupt
 from gateway.observe.access_log import AccessLog
 from gateway.observe.metrics import Metrics
 from gateway.observe.record import EndState, RequestRecord
-from gateway.openai.parse import Endpoint, ParsedRequest, parse_request
+from gateway.openai.parse import Endpoint, ParsedRequest, parse_request, with_model
 from gateway.openai.sse import SseError
 from gateway.prefix.service import PrefixService
 from gateway.relay import Relay
 from gateway.replicas.registry import Registry, Replica
 from gateway.router import Lease, Router
+from gateway.translate.answer import TranslatedAnswer, Translation
 from gateway.upstream import Upstream, UpstreamError
 from policies.events import FailureKind
 from policies.retry import GiveUp, Outcome, Retry, allows_retry, next_step
@@ -60,18 +62,33 @@ class Proxy:
         self._metrics = metrics
         self._access_log = access_log
         self._on_trouble = on_trouble
+        self._aliases = Aliases(settings.model_aliases)
         self._num_retrying = 0
         self._relay = Relay(metrics, settings.stream_idle_s, settings.max_response_bytes, settings.max_sse_line_bytes)
 
-    async def __call__(self, scope: Scope, receive: Receive, send: Send, endpoint: Endpoint, path: str) -> None:
-        """Serve one request to `path` (the replica's path for it)."""
+    async def __call__(
+        self,
+        scope: Scope,
+        receive: Receive,
+        send: Send,
+        endpoint: Endpoint,
+        path: str,
+        translation: Translation | None = None,
+    ) -> None:
+        """Serve one request to `path` (the replica's path for it), by way of `translation` if the client speaks
+        another API."""
         guard = Guard(self._settings.request_s, Interrupt.BODY_TIMEOUT, self._settings.body_s)
         record = RequestRecord(request_id=request_id(scope), endpoint=endpoint, started_at=time.monotonic())
         answer = Answer(scope, send)
+        if translation is not None:
+            record.endpoint = translation.name
+            answer = TranslatedAnswer(scope, send, translation, record)
         answer.headers = [(b"x-request-id", record.request_id.encode("ascii"))]
         watch = Watch(scope, guard)
         try:
-            parsed = await self._read(scope, receive, guard, endpoint)
+            parsed = await self._read(scope, receive, guard, endpoint, translation)
+            if (patience := patience_s(scope)) is not None:
+                guard.hurry(patience)
             record.stream = parsed.stream
             watch.start(receive)
             await self._serve(Exchange(record, parsed, guard, answer, scope["headers"], path))
@@ -88,10 +105,18 @@ class Proxy:
             watch.stop()
             self._conclude(record)
 
-    async def _read(self, scope: Scope, receive: Receive, guard: Guard, endpoint: Endpoint) -> ParsedRequest:
+    async def _read(
+        self, scope: Scope, receive: Receive, guard: Guard, endpoint: Endpoint, translation: Translation | None
+    ) -> ParsedRequest:
         body = await read_body(scope, receive, self._settings.max_body_bytes)
         guard.leave()
-        return parse_request(endpoint, body)
+        if translation is not None:
+            body = translation.request(body)
+        parsed = parse_request(endpoint, body)
+        if parsed.model is None:
+            return parsed
+        model = self._aliases.resolve(parsed.model, self._registry.model_names)
+        return parsed if model == parsed.model else with_model(parsed, model)
 
     async def _serve(self, exchange: Exchange) -> None:
         """Place and attempt until the exchange has ended. Raises ApiError and ClientGone where it has not."""

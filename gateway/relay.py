@@ -60,13 +60,16 @@ class Relay:
         await exchange.answer.whole(response.status, response.headers(), body)
 
     async def _stream(self, exchange: Exchange, lease: Lease, response: UpstreamResponse) -> None:
-        scanner = StreamScanner(self._max_event_bytes, hold_end=exchange.parsed.num_choices == 1)
+        scanner = StreamScanner(
+            self._max_event_bytes, hold_end=exchange.parsed.num_choices == 1, strip_usage=exchange.parsed.adds_usage
+        )
         first = await self._first_events(scanner, response)
         now = time.monotonic()
         exchange.record.first_token_at = now
         lease.replica.waiting.discard(exchange.guard)
         exchange.cached(response.cached_tokens)
         lease.first_token(response.cached_tokens)
+        exchange.guard.relax()
         exchange.guard.enter(Interrupt.CLIENT_STALLED, self._idle_s)
         await exchange.answer.start(response.status, response.headers())
         rest = await self._pump(exchange, scanner, response, first, now)

@@ -24,18 +24,41 @@ def cold_routes(gateway: Gateway) -> Starlette:
     """A starlette application over `gateway`'s state."""
     started = int(time.time())
 
-    def model_entry(model: str) -> dict[str, object]:
-        return {"id": model, "object": "model", "created": started, "owned_by": "warmgate"}
+    def model_entry(name: str, model: str) -> dict[str, object]:
+        root = {"root": model} if model != name else {}
+        return {"id": name, "object": "model", "created": started, "owned_by": "warmgate", **root}
+
+    def anthropic_entry(name: str) -> dict[str, object]:
+        created_at = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(started))
+        return {"type": "model", "id": name, "display_name": name, "created_at": created_at}
 
     async def models(request: Request) -> Response:
-        return _json({"object": "list", "data": [model_entry(model) for model in gateway.registry.models()]})
+        listed = gateway.listed_models()
+        if "anthropic-version" in request.headers:
+            data = [anthropic_entry(name) for name, _ in listed]
+            ends = {"first_id": listed[0][0], "last_id": listed[-1][0]} if listed else {}
+            return _json({"data": data, "has_more": False, "first_id": None, "last_id": None, **ends})
+        return _json({"object": "list", "data": [model_entry(*entry) for entry in listed]})
 
     async def model(request: Request) -> Response:
         name = request.path_params["model"]
-        if name not in gateway.registry.models():
+        known = dict(gateway.listed_models())
+        if name not in known:
             message = f"The model {name[:128]!r} does not exist here."
             raise ApiError(404, message, param="model", code="model_not_found")
-        return _json(model_entry(name))
+        if "anthropic-version" in request.headers:
+            return _json(anthropic_entry(name))
+        return _json(model_entry(name, known[name]))
+
+    async def response(request: Request) -> Response:
+        """An answer of the Responses API that was kept: GET shows it, DELETE forgets it."""
+        response_id = request.path_params["response_id"]
+        if request.method == "DELETE" and gateway.responses.delete(response_id):
+            return _json({"id": response_id, "object": "response", "deleted": True})
+        body = None if request.method == "DELETE" else gateway.responses.get(response_id)
+        if body is None:
+            raise ApiError(404, f"The response {response_id[:64]!r} is not known here (any more).", param="response_id")
+        return Response(body, media_type="application/json")
 
     async def health(request: Request) -> Response:
         """200 while the gateway serves at all; what it has behind it is in the body."""
@@ -69,6 +92,7 @@ def cold_routes(gateway: Gateway) -> Starlette:
         Route("/models", models),
         Route("/v1/models/{model:path}", model),
         Route("/models/{model:path}", model),
+        Route("/v1/responses/{response_id}", response, methods=["GET", "DELETE"]),
         Route("/health", health),
         Route("/ready", ready),
         Route("/metrics", metrics),

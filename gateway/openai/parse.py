@@ -8,7 +8,7 @@ allocated for it: invalid UTF-8, lone surrogates, NaN and Infinity, nesting too 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -17,6 +17,8 @@ from engine_worker.contract.errors import ApiError
 from gateway.prefix.source import PromptSource
 
 Endpoint = Literal["chat", "completions", "embeddings", "tokenize", "detokenize"]
+
+Spans = dict[str, tuple[int, int]]  # a top-level key -> where its value begins and ends in the body
 
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
 
@@ -63,7 +65,8 @@ class _ModelOnly(msgspec.Struct, frozen=True, kw_only=True):
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ParsedRequest:
-    """What the gateway knows of a request. `body` is what the client sent, byte for byte.
+    """What the gateway knows of a request. `body` goes to a replica: what the client sent, byte for byte, but for what
+    `adds_usage` (the usage of a stream is asked for, though the client didn't) and `with_model` put in.
 
     `max_output_tokens` is the client's own limit, if it gave one. `num_choices` is n (choices of a stream). `session`
     names a conversation that the client wants kept together. `source` is the prompt, for routes that have one.
@@ -73,7 +76,7 @@ class ParsedRequest:
     body: bytes
     model: str | None
     stream: bool = False
-    include_usage: bool = False
+    adds_usage: bool = False
     max_output_tokens: int | None = None
     num_choices: int = 1
     session: str | None = None
@@ -96,19 +99,21 @@ _OPEN = re.compile(rb"[ \t\r\n]*\{")
 
 def parse_request(endpoint: Endpoint, body: bytes) -> ParsedRequest:
     """Raises ApiError(400) in OpenAI's shape."""
-    data = decode_object(body)
+    data, spans = _decode(body)
     try:
         fields = msgspec.convert(data, _TYPES[endpoint])
     except msgspec.ValidationError as error:
-        raise _invalid(error, data) from None
+        raise invalid_field(error, data) from None
     if isinstance(fields, _ModelOnly):
         return ParsedRequest(endpoint=endpoint, body=body, model=fields.model)
+    asks_usage = fields.stream_options is not None and bool(fields.stream_options.include_usage)
+    adds_usage = bool(fields.stream) and not asks_usage
     shared: dict[str, Any] = {
         "endpoint": endpoint,
-        "body": body,
+        "body": _with_usage(body, data, spans) if adds_usage else body,
         "model": fields.model,
         "stream": bool(fields.stream),
-        "include_usage": fields.stream_options is not None and bool(fields.stream_options.include_usage),
+        "adds_usage": adds_usage,
         "max_output_tokens": fields.max_completion_tokens or fields.max_tokens,
         "num_choices": fields.n or 1,
         "session": fields.prompt_cache_key or None,
@@ -138,6 +143,23 @@ def parse_request(endpoint: Endpoint, body: bytes) -> ParsedRequest:
     return ParsedRequest(**shared)
 
 
+def with_model(parsed: ParsedRequest, model: str) -> ParsedRequest:
+    """The same request for another model, all other bytes as they are."""
+    start, end = _walk(parsed.body)["model"]
+    body = parsed.body[:start] + msgspec.json.encode(model) + parsed.body[end:]
+    return replace(parsed, model=model, body=body)
+
+
+def _with_usage(body: bytes, data: dict[str, Any], spans: Spans) -> bytes:
+    """Ask for a stream's usage; nothing else moves, since the order of keys can matter to a prompt."""
+    if "stream_options" not in spans:
+        _, end = spans["stream"]
+        return body[:end] + b',"stream_options":{"include_usage":true}' + body[end:]
+    start, end = spans["stream_options"]
+    options = {**(data["stream_options"] or {}), "include_usage": True}
+    return body[:start] + msgspec.json.encode(options) + body[end:]
+
+
 def _num_prompts(prompt: list[Any]) -> int:
     """A list is one prompt of ids, or several prompts (strings, or lists of ids)."""
     if not prompt:
@@ -156,6 +178,10 @@ def _num_prompts(prompt: list[Any]) -> int:
 
 def decode_object(body: bytes) -> dict[str, Any]:
     """A JSON object that every parser reads alike, or ApiError(400)."""
+    return _decode(body)[0]
+
+
+def _decode(body: bytes) -> tuple[dict[str, Any], Spans]:
     try:
         # msgspec checks the UTF-8 of strings but not of what lies between tokens; this is a pass at memory speed.
         str(body, "utf-8")
@@ -168,18 +194,19 @@ def decode_object(body: bytes) -> dict[str, Any]:
         raise ApiError(400, f"The request body is not valid JSON: {error}.") from None
     if not isinstance(data, dict):
         raise ApiError(400, "The request body must be a JSON object.")
-    _refuse_duplicates(body)
-    return data
+    return data, _walk(body)
 
 
-def _refuse_duplicates(body: bytes) -> None:
-    """Walk the top level: with every key unique, the raw value decoded for a key is the one that follows the key.
+def _walk(body: bytes) -> Spans:
+    """Where each value of the top level stands. Raises ApiError(400) for a key given twice.
+
+    With every key unique, the raw value decoded for a key is the one that follows the key.
 
     A decoder keeps the last value of a repeated key, so at its first occurrence the bytes differ, or the key comes
     round again. Costs a regex match a key and a comparison at memory speed a value.
     """
     raws = _RAW.decode(body)
-    seen: set[str] = set()
+    seen: Spans = {}
     opened = _OPEN.match(body)
     assert opened is not None, "decode_object checked that it is an object"
     position = opened.end()
@@ -192,11 +219,12 @@ def _refuse_duplicates(body: bytes) -> None:
         following = _NEXT.match(body, end) if body.startswith(value, key_match.end()) else None
         if key in seen or following is None:
             raise _duplicate(key)
-        seen.add(key)
+        seen[key] = (key_match.end(), end)
         position = following.end()
     if seen and following is not None and following.group(1) == b",":
         again = _KEY.match(body, position)
         raise _duplicate(_unquote(again.group(1)) if again else "")
+    return seen
 
 
 def _unquote(raw: bytes) -> str:
@@ -209,7 +237,7 @@ def _duplicate(key: str) -> ApiError:
     return ApiError(400, f"The request body has the key {key[:64]!r} twice; give it once.", param=key[:64])
 
 
-def _invalid(error: msgspec.ValidationError, data: dict[str, Any]) -> ApiError:
+def invalid_field(error: msgspec.ValidationError, data: dict[str, Any]) -> ApiError:
     """msgspec's sentence with the path as OpenAI's `param`."""
     sentence, _, path = str(error).partition(" - at `$")
     param = path.rstrip("`").lstrip(".") or None

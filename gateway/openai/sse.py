@@ -8,6 +8,9 @@ Almost every chunk is one plain content frame. A few substring counts tell that 
 only the others (finish_reason, usage, error, [DONE]) are decoded. A quote inside JSON text is always escaped, so
 `"finish_reason"` in the raw bytes can only be a key.
 
+Where the gateway asked for the usage and the client did not, its traces are taken out: the chunk that tells it, and
+`"usage":null` at the end of the others. All else stays, byte for byte.
+
 The end of a stream is held back: from the event with the finish_reason to [DONE], so that a stream cut between the
 two reaches the client as an error and never as a success (for one choice; with several, the others still run on).
 """
@@ -23,6 +26,9 @@ import msgspec
 _BOUNDARY = re.compile(rb"(?:\r\n|\n|\r(?!\n))(?:\r\n|\n|\r(?!\n))")
 _SPECIAL = re.compile(rb'"finish_reason":\s*+(?!null)|"usage":\s*+(?!null)|"error"|\[DONE\]')
 _LINE_END = re.compile(rb"\r\n|\n|\r")
+_USAGE = re.compile(rb'"usage":\s*+(?!null)')
+# At an event's end, so outside of any string: a line end in JSON text is escaped.
+_NULL_USAGES = ((b',"usage":null}\n\n', b"}\n\n"), (b', "usage": null}\n\n', b"}\n\n"))
 
 
 class SseError(Exception):
@@ -91,6 +97,7 @@ class StreamScanner:
         "_parts",
         "_parts_size",
         "_seam",
+        "_strips_usage",
         "broken",
         "done",
         "error",
@@ -99,7 +106,7 @@ class StreamScanner:
         "usage",
     )
 
-    def __init__(self, max_event_bytes: int, hold_end: bool = True) -> None:
+    def __init__(self, max_event_bytes: int, hold_end: bool = True, strip_usage: bool = False) -> None:
         self.num_events = 0
         self.finished = False
         self.done = False
@@ -108,6 +115,7 @@ class StreamScanner:
         self.error: dict[str, Any] | None = None
         self._max_bytes = max_event_bytes
         self._hold = hold_end
+        self._strips_usage = strip_usage
         self._held = b""
         self._parts: list[bytes] = []
         self._parts_size = 0
@@ -119,6 +127,8 @@ class StreamScanner:
             chunk = self._complete(chunk)
             if not chunk:
                 return b""
+        if self._strips_usage and b'"usage"' in chunk:
+            chunk = self._take_usage(chunk)
         if _is_plain(chunk) and not self._held:
             self.num_events += _num_events(chunk)
             return chunk
@@ -129,6 +139,8 @@ class StreamScanner:
         rest = b"".join(self._parts)
         self._parts, self._parts_size, self._seam = [], 0, b""
         had_failed = self.error is not None
+        if self._strips_usage and b'"usage"' in rest:
+            rest = self._take_usage(rest)
         out = self._look(rest) if rest.strip() else rest
         if self.done or (self.error is not None and not had_failed):
             return out
@@ -169,13 +181,27 @@ class StreamScanner:
         if self._parts_size > self._max_bytes:
             self._break(f"the replica sent an event of more than {self._max_bytes} bytes without an end")
 
+    def _take_usage(self, chunk: bytes) -> bytes:
+        """Read the usage that the client didn't ask for, and take its traces out; other bytes stay as they are."""
+        for null, without in _NULL_USAGES:
+            chunk = chunk.replace(null, without)
+        if _USAGE.search(chunk) is None:
+            return chunk
+        kept: list[bytes] = []
+        at = 0
+        for start, end, data in _spans(chunk, 0):
+            if b'"usage"' in data and self._read(data):
+                kept.append(chunk[at:start])
+                at = end
+        return b"".join([*kept, chunk[at:]])
+
     def _look(self, chunk: bytes) -> bytes:
         """Decode the events of a chunk that holds more than content; returns what of it may be relayed."""
         cut = len(chunk)
         special = _SPECIAL.search(chunk)
         skip = max(0, _last_boundary(chunk[: special.start()])) if special else 0
         self.num_events += _num_events(chunk[:skip])
-        for start, data in _events(chunk, skip):
+        for start, data in events(chunk, skip):
             self.num_events += 1
             if data == b"[DONE]":
                 if not self.finished and self.error is None:
@@ -194,16 +220,18 @@ class StreamScanner:
         self._held += chunk[cut:]
         return chunk[:cut]
 
-    def _read(self, data: bytes) -> None:
+    def _read(self, data: bytes) -> bool:
+        """Whether it is a chunk that only tells the usage."""
         try:
             frame = FRAME.decode(data)
         except (msgspec.DecodeError, RecursionError):
-            return  # not JSON, or none of ours: relayed as it is, for the client to judge
+            return False  # not JSON, or none of ours: relayed as it is, for the client to judge
         if frame.usage is not None:
             self.usage = frame.usage
         if frame.failure is not None:
             self.error = frame.failure
         self.finished = self.finished or frame.finished
+        return frame.usage is not None and frame.choices == []
 
 
 def _is_plain(chunk: bytes) -> bool:
@@ -235,8 +263,14 @@ def _num_events(chunk: bytes) -> int:
     return count + chunk.count(b"\rdata:") if b"\r" in chunk else count
 
 
-def _events(chunk: bytes, start: int) -> Iterator[tuple[int, bytes]]:
+def events(chunk: bytes, start: int) -> Iterator[tuple[int, bytes]]:
     """Each data event's offset in the chunk, from `start` on, and its data (lines joined by LF, as SSE's rules say)."""
+    for event_start, _, data in _spans(chunk, start):
+        yield event_start, data
+
+
+def _spans(chunk: bytes, start: int) -> Iterator[tuple[int, int, bytes]]:
+    """As `events`, with the offset just past each."""
     lines: list[bytes] = []
     event_start = start
     while start < len(chunk):
@@ -244,11 +278,11 @@ def _events(chunk: bytes, start: int) -> Iterator[tuple[int, bytes]]:
         end, after = end_match.span() if end_match else (len(chunk), len(chunk))
         if end == start:
             if lines:
-                yield event_start, b"\n".join(lines)
+                yield event_start, after, b"\n".join(lines)
             lines, event_start = [], after
         elif chunk.startswith(b"data:", start):
             skip = 6 if chunk.startswith(b"data: ", start) else 5
             lines.append(chunk[start + skip : end])
         start = after
     if lines:
-        yield event_start, b"\n".join(lines)
+        yield event_start, len(chunk), b"\n".join(lines)

@@ -80,6 +80,7 @@ class Registry:
         self._clock = clock
         self._on_restart = on_restart
         self._replicas: dict[ReplicaId, Replica] = {}
+        self._model_names: frozenset[str] | None = None  # None: to be gathered anew
         for spec in specs:
             replica_id = ReplicaId(spec.name)
             key = spec.api_key.get_secret_value() if spec.api_key is not None else None
@@ -94,9 +95,16 @@ class Registry:
     def get(self, replica_id: ReplicaId) -> Replica:
         return self._replicas[replica_id]
 
+    @property
+    def model_names(self) -> frozenset[str]:
+        """Models of all replicas that have joined, ready or not."""
+        if self._model_names is None:
+            self._model_names = frozenset().union(*(replica.models for replica in self._replicas.values()))
+        return self._model_names
+
     def models(self) -> list[str]:
         """Models of all replicas that have joined, ready or not, sorted."""
-        return sorted({model for replica in self._replicas.values() for model in replica.models})
+        return sorted(self.model_names)
 
     def ready(self, model: str | None = None) -> list[Replica]:
         return [
@@ -113,6 +121,7 @@ class Registry:
         """The first report that names its models, or one that changes them or the cut."""
         replica.joined = True
         replica.models = report.models
+        self._model_names = None
         replica.incarnation = report.incarnation
         replica.key_space, replica.block_tokens, replica.key_mode = cut.key_space, cut.block_tokens, cut.key_mode
         replica.num_blocks = report.num_blocks

@@ -37,7 +37,7 @@ def test_routing_fields_of_a_chat():
         chat_template_kwargs={"enable_thinking": False},
         reasoning_effort="low",
     )
-    assert (parsed.model, parsed.stream, parsed.include_usage) == ("m", True, True)
+    assert (parsed.model, parsed.stream, parsed.adds_usage) == ("m", True, False)
     assert (parsed.max_output_tokens, parsed.num_choices, parsed.session) == (5, 3, "s1")
     source = parsed.source
     assert source.messages == CHAT["messages"]
