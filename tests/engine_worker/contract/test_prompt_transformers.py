@@ -38,7 +38,7 @@ CHATS: dict[str, list[dict[str, Any]]] = {
         {"role": "assistant", "content": "Two.\n", "reasoning_content": "One plus one."},
         {"role": "user", "content": "日本語 🙂?"},
     ],
-    "twice": [{"role": "user", "content": "Hello?"}, {"role": "user", "content": "Anybody?"}],
+    "twice": [*({"role": "user", "content": "Hello?"},) * 2, {"role": "assistant", "content": "Yes."}],
     "tools": [
         {"role": "user", "content": "Weather?"},
         {"role": "assistant", "tool_calls": [CALL]},
