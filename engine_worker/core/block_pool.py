@@ -95,13 +95,32 @@ class BlockPool:
     def is_free(self, block_id: BlockId) -> bool:
         return self._blocks[block_id].num_refs == 0
 
+    def num_held(self, block_ids: Sequence[BlockId]) -> int:
+        """How many of them are in a block table."""
+        blocks = self._blocks
+        return sum([blocks[block_id].num_refs > 0 for block_id in block_ids])
+
     def find(self, block_hash: BlockHash, parent: BlockHash, token_ids: tuple[int, ...]) -> BlockId | None:
         """The block that carries exactly these tokens behind exactly this parent. Changes nothing."""
-        copies = self._copies.get(block_hash)
-        if copies is None:
-            return None
-        block = copies[0]  # copies of one hash carry the same tokens: `register` refuses others
-        return block.block_id if block.token_ids == token_ids and block.parent == parent else None
+        found = self.find_all(parent, [block_hash], [token_ids])
+        return found[0] if found else None
+
+    def find_all(
+        self, parent: BlockHash, hashes: Sequence[BlockHash], token_ids: Sequence[tuple[int, ...]]
+    ) -> list[BlockId]:
+        """The same for consecutive blocks behind `parent`, up to the first that isn't there."""
+        found: list[BlockId] = []
+        all_copies = self._copies
+        for block_hash, tokens in zip(hashes, token_ids, strict=False):
+            copies = all_copies.get(block_hash)
+            if copies is None:
+                break
+            block = copies[0]  # copies of one hash carry the same tokens: `register` refuses others
+            if block.token_ids != tokens or block.parent != parent:
+                break
+            found.append(block.block_id)
+            parent = block_hash
+        return found
 
     def take(self, block_ids: Iterable[BlockId]) -> None:
         """Adds one reference to each block (a hit); free ones leave the free list."""
@@ -132,12 +151,14 @@ class BlockPool:
 
     def free(self, block_ids: Sequence[BlockId]) -> None:
         """Drops one reference to each block of a table given first to last. Without references a block is free."""
+        blocks, all_copies = self._blocks, self._copies
         for block_id in reversed(block_ids):
-            block = self._blocks[block_id]
-            assert block.num_refs > 0, f"block {block_id} freed twice"
-            block.num_refs -= 1
-            if block.num_refs == 0:
-                if block.block_hash is not None and len(self._copies[block.block_hash]) > 1:
+            block = blocks[block_id]
+            num_refs = block.num_refs - 1
+            assert num_refs >= 0, f"block {block_id} freed twice"
+            block.num_refs = num_refs
+            if num_refs == 0:
+                if block.block_hash is not None and len(all_copies[block.block_hash]) > 1:
                     self._forget(block)  # another copy is still held
                 self._link(block, at_head=block.block_hash is None)
 

@@ -102,21 +102,18 @@ class KVCacheManager:
         if not self.enable_prefix_caching or request.skips_cache_reads:
             return hit
         chain = self._chain(request)
-        hashes, token_ids, parent = chain.hashes, chain.token_ids, chain.root
-        for i in range((request.num_tokens - 1) // self.block_size):
-            if i == len(hashes):
-                self._extend(chain, request, i + 1)
-            block_id = self._pool.find(hashes[i], parent, token_ids[i])
-            if block_id is None:
-                break
-            hit.append(block_id)
-            parent = hashes[i]
-        return hit
+        most = (request.num_tokens - 1) // self.block_size
+        while True:
+            known = min(len(chain.hashes), most)
+            start = len(hit)
+            hit += self._pool.find_all(chain.parent(start), chain.hashes[start:known], chain.token_ids[start:known])
+            if len(hit) < known or known == most:
+                return hit
+            self._extend(chain, request, known + 1)  # one at a time: hashes behind a miss would be of no use yet
 
     def num_blocks_missing(self, request: Request, hit: list[BlockId]) -> int:
         """Free blocks that holding all of the request's tokens would use up, given `hit` from `lookup`."""
-        num_held = sum(not self._pool.is_free(block_id) for block_id in hit)
-        return self.num_blocks_for(request.num_tokens) - num_held
+        return self.num_blocks_for(request.num_tokens) - self._pool.num_held(hit)
 
     def admit(self, request: Request, hit: list[BlockId]) -> None:
         """Starts the table with `hit`. Sets block_ids, num_computed and, the first time, num_cached_tokens."""

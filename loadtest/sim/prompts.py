@@ -35,24 +35,47 @@ class BlockName:
 
 
 class PromptBook:
-    """Names of all prefixes met so far."""
+    """Names of all prefixes met so far. The latest prompt of a session is kept: the next one mostly continues it."""
 
     def __init__(self) -> None:
         self._names: dict[tuple[BlockHash, int], BlockName] = {}
+        self._latest: dict[str, tuple[tuple[int, ...], list[BlockName]]] = {}
 
     def __len__(self) -> int:
         return len(self._names)
 
-    def names(self, block_ids: Sequence[int]) -> list[BlockName]:
+    def names(self, block_ids: tuple[int, ...], session: str | None = None) -> list[BlockName]:
         """One name for each block of the prompt."""
-        found, names, parent = [], self._names, ROOT
-        for block_id in block_ids:
+        if session is None:
+            return self._walk(block_ids, [])
+        ids, known = self._latest.get(session, ((), []))
+        names = self._walk(block_ids, known[: _common(ids, block_ids)])
+        self._latest[session] = block_ids, names
+        return names
+
+    def _walk(self, block_ids: tuple[int, ...], found: list[BlockName]) -> list[BlockName]:
+        """Goes on behind the names in `found`."""
+        names = self._names
+        parent = found[-1].block_hash if found else ROOT
+        for block_id in block_ids[len(found) :]:
             name = names.get((parent, block_id))
             if name is None:
                 name = names[parent, block_id] = _name(parent, block_id)
             found.append(name)
             parent = name.block_hash
         return found
+
+
+def _common(left: tuple[int, ...], right: tuple[int, ...]) -> int:
+    """How many leading ids they share."""
+    low, high = 0, min(len(left), len(right))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if left[low:middle] == right[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 def _name(parent: BlockHash, block_id: int) -> BlockName:

@@ -5,6 +5,8 @@ A process reads a trace once and keeps it, with the names of its prefixes, for a
 
 from __future__ import annotations
 
+import contextlib
+import gc
 import multiprocessing
 import queue
 from collections.abc import Callable, Iterator, Sequence
@@ -60,13 +62,25 @@ def run(task: Task, progress: Callable[[float], None] | None = None) -> Outcome:
     trace, book = _traces[where]
     kind = PooledSimulation if task.policy == POOLED else Simulation
     simulation = kind(setup, trace, book, task.policy, task.seed)
-    simulation.run(progress)
+    with _no_collector():
+        simulation.run(progress)
     outcome = figures(simulation, task.policy, task.seed)
     limits = None
     if task.want_bounds:
         sent = [job.trace for job in simulation.jobs]
         limits = bounds(sent, book, sum(setup.fleet.num_blocks), trace.block_tokens)
     return Outcome(task, outcome, limits, series(simulation) if task.want_series else None)
+
+
+@contextlib.contextmanager
+def _no_collector() -> Iterator[None]:
+    """A run makes millions of objects and few cycles; walking all of them again and again takes a third of the time."""
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
 
 
 def run_all(tasks: Sequence[Task], num_processes: int, progress: Progress | None = None) -> Iterator[Outcome]:

@@ -143,7 +143,8 @@ class Simulation:
 
     def _send(self, request: TraceRequest, user: int) -> None:
         number = len(self.jobs)
-        job = Job(str(number), request, self._book.names(request.block_ids), self.clock.now, user)
+        names = self._book.names(request.block_ids, request.session if user >= 0 else None)
+        job = Job(str(number), request, names, self.clock.now, user)
         job.gateway = number % self.setup.conditions.gateways
         self.jobs.append(job)
         self._num_open += 1
