@@ -120,13 +120,20 @@ class Watch:
 
 
 class Answer:
-    """One response. Knows whether its status line is out, which decides what an error can still look like."""
+    """One response. Knows whether its status line is out, which decides what an error can still look like.
 
-    __slots__ = ("_scope", "_send", "completed", "headers", "started", "status")
+    Behind our own server it writes to the client's socket itself (http_protocol.Cycle), unless something stands in
+    between that wants to see ASGI's messages.
+    """
+
+    __slots__ = ("_cycle", "_scope", "_send", "completed", "headers", "started", "status")
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self._scope = scope
         self._send = send
+        connection = scope.get("extensions", {}).get("warmgate.connection")
+        cycle = connection.cycle if connection is not None else None
+        self._cycle = cycle if cycle is not None and getattr(send, "__self__", None) is cycle else None
         self.started = False
         self.completed = False
         self.status = 0
@@ -137,14 +144,26 @@ class Answer:
         assert not self.started
         self.started = True
         self.status = status
+        if self._cycle is not None:
+            await self._cycle.drain()
+            self._cycle.begin(status, headers + self.headers)
+            return
         await self._send({"type": "http.response.start", "status": status, "headers": headers + self.headers})
 
     async def write(self, data: bytes) -> None:
+        if self._cycle is not None:
+            await self._cycle.drain()
+            self._cycle.push(data)
+            return
         await self._send({"type": "http.response.body", "body": data, "more_body": True})
 
     async def end(self, data: bytes = b"") -> None:
         assert not self.completed
         self.completed = True
+        if self._cycle is not None:
+            await self._cycle.drain()
+            self._cycle.finish(data)
+            return
         await self._send({"type": "http.response.body", "body": data, "more_body": False})
 
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
@@ -164,6 +183,16 @@ class Answer:
         if error.status in (408, 413):
             headers.append((b"connection", b"close"))
         await self.whole(error.status, headers, error.body())
+
+    @property
+    def connection(self) -> Any:
+        """The http_protocol.Connection to `push` to; None where only `write` will do."""
+        return self._scope["extensions"]["warmgate.connection"] if self._cycle is not None else None
+
+    def push(self, data: bytes) -> None:
+        """`write` from a callback: what the client doesn't read yet is buffered, and `connection.on_paused` says so."""
+        assert self._cycle is not None
+        self._cycle.push(data)
 
     def abandon(self) -> None:
         """The client doesn't read: drop the connection with what is buffered, where the server lets us."""

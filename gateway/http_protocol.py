@@ -1,72 +1,120 @@
-"""uvicorn's HTTP protocol, with what a gateway needs of it: bounded headers, a drop, and one write for a small answer.
+"""uvicorn's HTTP protocol, with what a gateway needs of it: bounded headers, a client's leaving, and direct writes.
 
-uvicorn writes a response's head and its body apart. Each write is a system call and a wake-up of the client, the
-largest single cost of a short answer, so the head is held until the body's first bytes follow it at once.
+The ASGI way costs a message and several calls for each piece of a response, which for a stream of tokens is most of
+what the gateway does. So the application finds in its scope the exchange itself (`Cycle`), and may write to the
+client's socket from any callback: a head is held until the first bytes of the body, and goes out with them. ASGI's
+`send` and `receive` work as ever beside it.
+
+Timers are as few as will do: one for idle connections that looks again when it fires, and one for headers that didn't
+come in one read.
 """
 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable
+import urllib.parse
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+import httptools
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from engine_worker.contract.errors import ApiError
 
-_CONTINUE = b"HTTP/1.1 100 "
-
-
-class CorkedTransport:
-    """A transport that joins a response's head to the write after it. Everything else goes straight through."""
-
-    __slots__ = ("_head", "_transport", "get_extra_info", "is_closing", "pause_reading", "resume_reading")
-
-    def __init__(self, transport: asyncio.Transport) -> None:
-        self._transport = transport
-        self._head = b""
-        self.get_extra_info = transport.get_extra_info
-        self.is_closing = transport.is_closing
-        self.pause_reading = transport.pause_reading
-        self.resume_reading = transport.resume_reading
-
-    def write(self, data: bytes) -> None:
-        if self._head:
-            data = self._head + data
-            self._head = b""
-        elif data.startswith(b"HTTP/1.1 ") and data.endswith(b"\r\n\r\n") and not data.startswith(_CONTINUE):
-            self._head = data
-            return
-        self._transport.write(data)
-
-    def flush(self) -> None:
-        if self._head:
-            head, self._head = self._head, b""
-            self._transport.write(head)
-
-    def close(self) -> None:
-        self.flush()
-        self._transport.close()
-
-    def abort(self) -> None:
-        self._transport.abort()
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._transport, name)
+Headers = Sequence[tuple[bytes, bytes]]
+_MAX_PATHS = 256
+_MAX_PATH_BYTES = 128
 
 
 class Connection:
     """What the application may do with its client's connection: scope["extensions"]["warmgate.connection"].
 
-    `on_gone` is called once when the client leaves, at once; the application sets it while it serves a request. It
-    saves a task a request that would wait for `http.disconnect` (answer.py falls back to that elsewhere).
+    on_gone    called once when the client leaves, at once
+    on_paused  called with True when the client reads too slowly for what is written, with False when it caught up
+    The application sets them while it serves a request.
     """
 
-    __slots__ = ("abort", "on_gone")
+    __slots__ = ("abort", "cycle", "on_gone", "on_paused")
 
     def __init__(self, abort: Callable[[], None]) -> None:
         self.abort = abort
+        self.cycle: Cycle
         self.on_gone: Callable[[], None] | None = None
+        self.on_paused: Callable[[bool], None] | None = None
+
+
+class Cycle(RequestResponseCycle):
+    """One request and its response. `begin`, `push` and `finish` are `send` without its messages."""
+
+    _head = b""
+    _bodiless = False
+    _joined_defaults: tuple[Any, bytes] = (None, b"")
+
+    def begin(self, status: int, headers: Headers) -> None:
+        """The status line and headers, which go out with what follows. Their values hold no line ends."""
+        assert not self.response_started
+        self.response_started = True
+        self.waiting_for_100_continue = False
+        parts = [STATUS_LINE[status], self._defaults()]
+        self._bodiless = status in (204, 304) or self.scope["method"] == "HEAD"
+        self.chunked_encoding = not self._bodiless
+        for name, value in headers:
+            if name == b"content-length":
+                self.chunked_encoding = False
+            elif name == b"connection" and value.lower() == b"close":
+                self.keep_alive = False
+                continue
+            parts += (name, b": ", value, b"\r\n")
+        if not self.keep_alive:
+            parts.append(b"connection: close\r\n")
+        parts.append(b"transfer-encoding: chunked\r\n\r\n" if self.chunked_encoding else b"\r\n")
+        self._head = b"".join(parts)
+
+    def push(self, data: bytes) -> None:
+        """A piece of the body."""
+        if self.disconnected or not data:  # an empty chunk would be the last
+            return
+        head, self._head = self._head, b""
+        if self.chunked_encoding:
+            self.transport.write(b"%b%x\r\n%b\r\n" % (head, len(data), data))
+        else:
+            self.transport.write(head if self._bodiless else head + data)
+
+    def finish(self, data: bytes = b"") -> None:
+        """The last piece of the body, which may be empty."""
+        assert not self.response_complete
+        if self.disconnected:
+            return
+        head, self._head = self._head, b""
+        if not self.chunked_encoding:
+            self.transport.write(head if self._bodiless else head + data)
+        elif data:
+            self.transport.write(b"%b%x\r\n%b\r\n0\r\n\r\n" % (head, len(data), data))
+        else:
+            self.transport.write(head + b"0\r\n\r\n")
+        self.response_complete = True
+        self.message_event.set()
+        if not self.keep_alive:
+            self.transport.close()
+        self.on_response()
+
+    @property
+    def is_paused(self) -> bool:
+        """The client has more to read than should be buffered for it."""
+        return self.flow.write_paused and not self.disconnected
+
+    async def drain(self) -> None:
+        """Returns when the client has caught up, or is gone."""
+        if self.is_paused:
+            await self.flow.drain()
+
+    def _defaults(self) -> bytes:
+        """The server's own headers (the date), joined once for all responses of a second."""
+        headers, joined = Cycle._joined_defaults
+        if headers is not self.default_headers:
+            joined = b"".join(b"%b: %b\r\n" % pair for pair in self.default_headers)
+            Cycle._joined_defaults = (self.default_headers, joined)
+        return joined
 
 
 class GatewayProtocol(HttpToolsProtocol):
@@ -74,31 +122,156 @@ class GatewayProtocol(HttpToolsProtocol):
 
     header_limit = 64 * 1024
     header_s = 30.0
+    _paths: dict[bytes, tuple[str, bytes, bytes]] = {}  # noqa: RUF012  # shared by all connections, bounded
     _header_bytes = 0
     _header_timer: asyncio.TimerHandle | None = None
+    _idle_timer: asyncio.TimerHandle | None = None
+    _in_head = False
+    _active_at = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        super().connection_made(CorkedTransport(transport))  # type: ignore[arg-type]
-        self._extensions = {"warmgate.connection": Connection(transport.abort)}
-        self.timeout_keep_alive_task = self.loop.call_later(self.timeout_keep_alive, self.timeout_keep_alive_handler)
+        super().connection_made(transport)
+        self._connection = Connection(transport.abort)
+        self._extensions = {"warmgate.connection": self._connection}
+        self._active_at = self.loop.time()
+        self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._look_if_idle)
 
     def connection_lost(self, exc: Exception | None) -> None:
         super().connection_lost(exc)
         self._stop_header_timer()
-        connection = self._extensions["warmgate.connection"]
+        if self._idle_timer is not None:
+            self._idle_timer.cancel()
+            self._idle_timer = None
+        connection = self._connection
         if connection.on_gone is not None:
             connection.on_gone()
             connection.on_gone = None
 
+    def data_received(self, data: bytes) -> None:
+        self._active_at = self.loop.time()
+        try:
+            self.parser.feed_data(data)
+        except httptools.HttpParserUpgrade:
+            # Not taken up: the request is served, and nothing after it can be read.
+            if self.cycle is not None:
+                self.cycle.keep_alive = False
+        except httptools.HttpParserError as error:
+            self.send_400_response(f"The request is not valid HTTP: {error}.")
+            return
+        if self._in_head:
+            if self._header_timer is None:
+                self._header_timer = self.loop.call_later(self.header_s, self._headers_late)
+        elif self._header_timer is not None:
+            self._stop_header_timer()
+
     def on_message_begin(self) -> None:
-        super().on_message_begin()
+        self.url = b""
+        self.headers = []
+        self.expect_100_continue = False
         self._header_bytes = 0
-        self._header_timer = self.loop.call_later(self.header_s, self._headers_late)
-        self.scope["extensions"] = self._extensions  # type: ignore[typeddict-item]
+        self._in_head = True
+
+    def on_url(self, url: bytes) -> None:
+        self.url += url
+        self._count(len(url))
+
+    def on_header(self, name: bytes, value: bytes) -> None:
+        name = name.lower()
+        if name == b"expect" and value.lower() == b"100-continue":
+            self.expect_100_continue = True
+        self.headers.append((name, value))
+        self._count(len(name) + len(value))
+
+    def _count(self, num_bytes: int) -> None:
+        self._header_bytes += num_bytes
+        if self._header_bytes > self.header_limit:
+            raise ValueError("headers too large")  # the parser turns it into send_400_response
 
     def on_headers_complete(self) -> None:
-        self._stop_header_timer()
-        super().on_headers_complete()
+        self._in_head = False
+        parser = self.parser
+        http_version = parser.get_http_version()
+        path, raw_path, query = self._paths.get(self.url) or self._parse_url()
+        self.scope = {
+            "type": "http",
+            "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
+            "http_version": http_version,
+            "server": self.server,
+            "client": self.client,
+            "scheme": self.scheme or "http",
+            "method": parser.get_method().decode("ascii"),
+            "root_path": self.root_path,
+            "path": path,
+            "raw_path": raw_path,
+            "query_string": query,
+            "headers": self.headers,
+            "state": self.app_state.copy(),
+            "extensions": self._extensions,  # type: ignore[typeddict-item]
+        }
+        existing = self.cycle
+        cycle = self.cycle = Cycle(
+            scope=self.scope,
+            transport=self.transport,
+            flow=self.flow,
+            logger=self.logger,
+            access_logger=self.access_logger,
+            access_log=False,
+            default_headers=self.server_state.default_headers,
+            message_event=asyncio.Event(),
+            expect_100_continue=self.expect_100_continue,
+            keep_alive=http_version != "1.0" and parser.should_keep_alive(),
+            on_response=self.on_response_complete,
+        )
+        if existing is None or existing.response_complete:
+            self._start_asgi_task(cycle, self.app)
+        else:
+            self.flow.pause_reading()
+            self.pipeline.appendleft((cycle, self.app))
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        assert isinstance(cycle, Cycle)
+        self._connection.cycle = cycle  # whose turn it is: with pipelined requests not the one read last
+        super()._start_asgi_task(cycle, app)
+
+    def _parse_url(self) -> tuple[str, bytes, bytes]:
+        """Path, raw path and query; kept for the few short URLs that nearly all requests have."""
+        parsed = httptools.parse_url(self.url)  # what it refuses, the parser reports
+        raw_path = parsed.path or b"/"
+        path = raw_path.decode("ascii")
+        found = (urllib.parse.unquote(path) if "%" in path else path, raw_path, parsed.query or b"")
+        if len(self.url) <= _MAX_PATH_BYTES and len(self._paths) < _MAX_PATHS:
+            self._paths[self.url] = found
+        return found
+
+    def on_response_complete(self) -> None:
+        self.server_state.total_requests += 1
+        if self.transport.is_closing():
+            return
+        self._active_at = self.loop.time()
+        self.flow.resume_reading()
+        if self.pipeline:
+            self._start_asgi_task(*self.pipeline.pop())
+
+    def pause_writing(self) -> None:
+        super().pause_writing()
+        if self._connection.on_paused is not None:
+            self._connection.on_paused(True)
+
+    def resume_writing(self) -> None:
+        super().resume_writing()
+        if self._connection.on_paused is not None:
+            self._connection.on_paused(False)
+
+    def _look_if_idle(self) -> None:
+        """Close a connection on which nothing has happened for the keep-alive time and nothing is going on."""
+        left_s = self._active_at + self.timeout_keep_alive - self.loop.time()
+        if self._in_head or (self.cycle is not None and not self.cycle.response_complete):
+            left_s = self.timeout_keep_alive
+        if left_s > 0:
+            self._idle_timer = self.loop.call_later(left_s, self._look_if_idle)
+        else:
+            self._idle_timer = None
+            self.transport.close()
 
     def _stop_header_timer(self) -> None:
         if self._header_timer is not None:
@@ -108,23 +281,6 @@ class GatewayProtocol(HttpToolsProtocol):
     def _headers_late(self) -> None:
         self._header_timer = None
         self._refuse(ApiError(408, "The request's headers did not arrive in time."))
-
-    def on_url(self, url: bytes) -> None:
-        super().on_url(url)
-        self._count(len(url))
-
-    def on_header(self, name: bytes, value: bytes) -> None:
-        super().on_header(name, value)
-        self._count(len(name) + len(value))
-
-    def _count(self, num_bytes: int) -> None:
-        self._header_bytes += num_bytes
-        if self._header_bytes > self.header_limit:
-            raise ValueError("headers too large")  # the parser turns it into send_400_response
-
-    def on_response_complete(self) -> None:
-        self.transport.flush()  # type: ignore[attr-defined]  # a head without a body: HEAD, 204
-        super().on_response_complete()
 
     def send_400_response(self, msg: str) -> None:
         """What the parser can't go on from, in the shape of every other error."""

@@ -19,6 +19,7 @@ from gateway.guard import Interrupt
 from gateway.observe.metrics import Metrics
 from gateway.observe.record import EndState
 from gateway.openai.sse import FRAME, Frame, SseError, StreamScanner, Usage
+from gateway.pump import Pump
 from gateway.router import Lease
 from gateway.upstream import UpstreamError, UpstreamFailure, UpstreamResponse
 from policies.events import FailureKind
@@ -72,7 +73,13 @@ class Relay:
         exchange.guard.relax()
         exchange.guard.enter(Interrupt.CLIENT_STALLED, self._idle_s)
         await exchange.answer.start(response.status, response.headers())
-        rest = await self._pump(exchange, scanner, response, first, now)
+        rest = first
+        if exchange.answer.connection is None:
+            rest = await self._write_on(exchange, scanner, response, first, now)
+        elif not scanner.done:
+            exchange.answer.push(first)
+            pump = Pump(scanner, response, exchange.answer, exchange.guard, self._idle_s, self._metrics.itl)
+            rest = await pump.run()
         if scanner.broken:
             if rest:
                 await exchange.answer.write(rest)
@@ -105,10 +112,10 @@ class Relay:
             raise ReplicaRefused(_error_failure(scanner.error))
         return b"".join(parts)
 
-    async def _pump(
+    async def _write_on(
         self, exchange: Exchange, scanner: StreamScanner, response: UpstreamResponse, out: bytes, last: float
     ) -> bytes:
-        """Relay until the end; returns the last bytes, not sent yet."""
+        """Relay by ASGI's messages until the end; returns the last bytes, not sent yet. Pump's way is the usual one."""
         read, write, guard = response.read_some, exchange.answer.write, exchange.guard
         clock, idle_s, observe_itl = time.monotonic, self._idle_s, self._metrics.itl.observe
         while not scanner.done:

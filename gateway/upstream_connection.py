@@ -146,7 +146,7 @@ class Connection(asyncio.Protocol):
         self._sink = sink
         if self._body:
             sink.on_data(self._take())
-        if self.phase is not Phase.BODY:
+        if self.phase is not Phase.BODY and self._sink is not None:
             self._end_pipe()
 
     def unpipe(self) -> None:

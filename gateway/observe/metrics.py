@@ -4,20 +4,19 @@ from the fleet's state at the moment of the scrape, so they can't drift from it.
 
 from __future__ import annotations
 
-import functools
+from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
-from typing import TypeVar
+from dataclasses import dataclass, field
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
-from prometheus_client.metrics_core import GaugeMetricFamily, Metric
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
 from prometheus_client.registry import Collector
 
+from gateway.observe.histogram import Buckets
 from gateway.observe.record import EndState, RequestRecord
 from policies.types import ReplicaStatus
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-_Metric = TypeVar("_Metric", Counter, Histogram)
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 120.0)
 _SHORT_SECONDS = (0.001, 0.0025, 0.005, 0.01, 0.02, 0.04, 0.08, 0.15, 0.3, 0.6, 1.0, 2.5, 5.0)
 _ROUTE_SECONDS = (0.00005, 0.0001, 0.00025, 0.0005, 0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.5)
@@ -45,75 +44,125 @@ class FleetGauges:
     num_in_flight: int = 0
 
 
+@dataclass(slots=True, eq=False)
+class _ModelFigures:
+    """What is kept for each model."""
+
+    ttft: Buckets = field(default_factory=lambda: Buckets(_SECONDS))
+    duration: Buckets = field(default_factory=lambda: Buckets(_SECONDS))
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_matched_tokens: int = 0
+    num_cached_tokens: int = 0
+
+
 class Metrics:
-    """All of the gateway's metrics in a registry of their own. `gauges` is called at each scrape."""
+    """All of the gateway's metrics in a registry of their own. `gauges` is called at each scrape.
+
+    itl, route, queue_wait   to be observed from outside, in seconds
+    """
 
     def __init__(self, gauges: Callable[[], FleetGauges]) -> None:
         self.registry = CollectorRegistry()
-        self._requests = self._counter("requests", "Requests ended.", "endpoint", "model", "status", "end")
-        self._ttft = self._histogram("ttft_seconds", "Arrival to first token.", _SECONDS, "model")
-        self._duration = self._histogram("request_seconds", "Arrival to the end of the answer.", _SECONDS, "model")
-        self.itl = self._histogram("itl_seconds", "Between two chunks of a stream.", _SHORT_SECONDS)
-        self._queue_wait = self._histogram("queue_wait_seconds", "Arrival to dispatch.", _ROUTE_SECONDS)
-        self.route = self._histogram("route_seconds", "Computing one decision.", _ROUTE_SECONDS)
-        self._prompt_tokens = self._counter("prompt_tokens", "Prompt tokens of answered requests.", "model")
-        self._output_tokens = self._counter("output_tokens", "Output tokens of answered requests.", "model")
-        self._matched = self._counter("matched_tokens", "Cached tokens that the router expected.", "model")
-        self._cached = self._counter("cached_tokens", "Cached tokens that replicas reported.", "model")
-        self._decisions = self._counter("decisions", "Routing decisions.", "policy", "reason")
-        self._failovers = self._counter("failovers", "Attempts given up before the first token.", "kind")
-        self._restarts = self._counter("replica_restarts", "Replicas that came back empty.", "replica")
-        self._parity = self._counter("parity_mismatches", "Replicas that tokenize otherwise.", "replica")
+        self.itl = Buckets(_SHORT_SECONDS)
+        self.route = Buckets(_ROUTE_SECONDS)
+        self.queue_wait = Buckets(_ROUTE_SECONDS)
+        self._requests: Counter[tuple[str, ...]] = Counter()
+        self._decisions: Counter[tuple[str, ...]] = Counter()
+        self._failovers: Counter[tuple[str, ...]] = Counter()
+        self._restarts: Counter[tuple[str, ...]] = Counter()
+        self._parity: Counter[tuple[str, ...]] = Counter()
+        self._models: defaultdict[str, _ModelFigures] = defaultdict(_ModelFigures)
+        self.registry.register(_CountCollector(self._counts))
         self.registry.register(_GaugeCollector(gauges))
 
     def render(self) -> bytes:
         return generate_latest(self.registry)
 
     def decided(self, policy: str, reason: str) -> None:
-        _child(self._decisions, policy, reason).inc()
+        self._decisions[policy, reason] += 1
 
     def failed_over(self, kind: str) -> None:
-        self._failovers.labels(kind).inc()
+        self._failovers[kind,] += 1
 
     def replica_restarted(self, replica_id: str) -> None:
-        self._restarts.labels(replica_id).inc()
+        self._restarts[replica_id,] += 1
 
     def parity_mismatch(self, replica_id: str) -> None:
-        self._parity.labels(replica_id).inc()
+        self._parity[replica_id,] += 1
 
     def ended(self, record: RequestRecord) -> None:
         """Count a request that has reached its end state. `record.model` is a served model's name or empty."""
         assert record.end is not None
         assert record.ended_at is not None
-        model = record.model
-        _child(self._requests, record.endpoint, model, str(record.status), record.end.value).inc()
+        self._requests[record.endpoint, record.model, str(record.status), record.end.value] += 1
         if record.placed_at is not None:
-            self._queue_wait.observe(record.placed_at - record.started_at)
+            self.queue_wait.observe(record.placed_at - record.started_at)
+        figures = self._models[record.model]
         if (ttft_s := record.ttft_s) is not None:
-            _child(self._ttft, model).observe(ttft_s)
+            figures.ttft.observe(ttft_s)
         if record.end is not EndState.COMPLETED:
             return
-        _child(self._duration, model).observe(record.ended_at - record.started_at)
-        for counter, value in (
-            (self._prompt_tokens, record.prompt_tokens),
-            (self._output_tokens, record.output_tokens),
-            (self._matched, record.matched_tokens),
-            (self._cached, record.cached_tokens),
-        ):
-            if value:
-                _child(counter, model).inc(value)
+        figures.duration.observe(record.ended_at - record.started_at)
+        figures.num_prompt_tokens += record.prompt_tokens or 0
+        figures.num_output_tokens += record.output_tokens or 0
+        figures.num_matched_tokens += record.matched_tokens or 0
+        figures.num_cached_tokens += record.cached_tokens or 0
 
-    def _counter(self, name: str, text: str, *labels: str) -> Counter:
-        return Counter(f"warmgate_{name}", text, labels, registry=self.registry)
+    def _counts(self) -> Iterable[Metric]:
+        labels = ("endpoint", "model", "status", "end")
+        yield _counter("requests", "Requests ended.", labels, self._requests)
+        models = self._models.items()
+        for name, text, read in _MODEL_HISTOGRAMS:
+            yield _histogram(name, text, {(model,): read(figures) for model, figures in models}, ("model",))
+        yield _histogram("itl_seconds", "Between two reads of a stream.", {(): self.itl})
+        yield _histogram("queue_wait_seconds", "Arrival to dispatch.", {(): self.queue_wait})
+        yield _histogram("route_seconds", "Computing one decision.", {(): self.route})
+        for name, text, count in _MODEL_COUNTERS:
+            yield _counter(name, text, ("model",), {(model,): count(figures) for model, figures in models})
+        yield _counter("decisions", "Routing decisions.", ("policy", "reason"), self._decisions)
+        yield _counter("failovers", "Attempts given up before the first token.", ("kind",), self._failovers)
+        yield _counter("replica_restarts", "Replicas that came back empty.", ("replica",), self._restarts)
+        yield _counter("parity_mismatches", "Replicas that tokenize otherwise.", ("replica",), self._parity)
 
-    def _histogram(self, name: str, text: str, buckets: tuple[float, ...], *labels: str) -> Histogram:
-        return Histogram(f"warmgate_{name}", text, labels, buckets=buckets, registry=self.registry)
+
+_MODEL_HISTOGRAMS: tuple[tuple[str, str, Callable[[_ModelFigures], Buckets]], ...] = (
+    ("ttft_seconds", "Arrival to first token.", lambda m: m.ttft),
+    ("request_seconds", "Arrival to the end of the answer.", lambda m: m.duration),
+)
+_MODEL_COUNTERS: tuple[tuple[str, str, Callable[[_ModelFigures], int]], ...] = (
+    ("prompt_tokens", "Prompt tokens of answered requests.", lambda m: m.num_prompt_tokens),
+    ("output_tokens", "Output tokens of answered requests.", lambda m: m.num_output_tokens),
+    ("matched_tokens", "Cached tokens that the router expected.", lambda m: m.num_matched_tokens),
+    ("cached_tokens", "Cached tokens that replicas reported.", lambda m: m.num_cached_tokens),
+)
 
 
-@functools.lru_cache(maxsize=4096)
-def _child(metric: _Metric, *labels: str) -> _Metric:
-    """`metric.labels(...)`, which formats and locks at each call."""
-    return metric.labels(*labels)
+def _counter(name: str, text: str, labels: tuple[str, ...], values: dict[tuple[str, ...], int]) -> Metric:
+    family = CounterMetricFamily(f"warmgate_{name}", text, labels=labels)
+    for key, value in values.items():
+        family.add_metric(key, value)
+    return family
+
+
+def _histogram(
+    name: str, text: str, values: dict[tuple[str, ...], Buckets], labels: tuple[str, ...] = ()
+) -> Metric:  # fmt: skip
+    family = HistogramMetricFamily(f"warmgate_{name}", text, labels=labels)
+    for key, buckets in values.items():
+        family.add_metric(key, buckets.cumulative(), buckets.total)
+    return family
+
+
+class _CountCollector(Collector):
+    def __init__(self, counts: Callable[[], Iterable[Metric]]) -> None:
+        self._counts = counts
+
+    def describe(self) -> Iterable[Metric]:
+        return ()
+
+    def collect(self) -> Iterable[Metric]:
+        yield from self._counts()
 
 
 class _GaugeCollector(Collector):

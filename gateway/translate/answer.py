@@ -79,6 +79,11 @@ class TranslatedAnswer(Answer):
         if out:
             await super().write(out)
 
+    def push(self, data: bytes) -> None:
+        out = self._translated(data)
+        if out:
+            super().push(out)
+
     async def end(self, data: bytes = b"") -> None:
         try:
             out = self._translated(data)
