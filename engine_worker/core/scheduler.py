@@ -137,7 +137,10 @@ class Scheduler:
         for request in self._running:
             (decodes if request.num_tokens - request.num_computed == 1 else prefills).append(request)
         for request in decodes:
-            self._continue(request, step)
+            if request.status is RequestStatus.RUNNING and step.budget and self._kv.has_slot(request):
+                step.add(request, request.num_computed + 1)  # most decodes: no block to find
+            else:
+                self._continue(request, step)
         for request in prefills:
             self._continue(request, step)
         if not step.preempted and len(self._waiting):
@@ -215,9 +218,6 @@ class Scheduler:
         """Gives a running request its share of the step: all it lacks, or what budget and free blocks allow."""
         if request.status is not RequestStatus.RUNNING or step.budget == 0:
             return  # preempted for one before it, or the step is full
-        if self._kv.has_slot(request) and request.num_tokens - request.num_computed == 1:
-            step.add(request, request.num_computed + 1)  # most decodes: no block to find
-            return
         while (num_slots := self._kv.num_tokens_allocatable(request)) == 0:
             if not self._preempt_for(request, step):
                 return  # it stalls, and those before it go on

@@ -4,9 +4,9 @@ A step is planned for real, lasts as long as gpus.py says, and is committed for 
 next plan, as in the worker.
 
 Runs of decode steps. Most steps decode the same sequences one token further, and nothing can change before one of them
-finishes or fills its block, except by a request that comes. Such steps are taken at once: the plan is made once,
-repeated steps only add to the counters, and the last one of the run is committed through the scheduler. Exactly those
-steps are alike in which
+finishes or fills its block, except by a request that comes. Such steps are taken at once: the plan is made once, and
+what commit would do for a decode that neither ends nor fills a block, adding a token to the counters, is done for all
+of them together. Everything else is committed through the scheduler. Exactly those steps are alike in which
 - every running sequence decodes (none stalls, none prefills, none sees its first token) and nobody was preempted,
 - nobody was admitted. Those who wait were refused for lack of blocks or seats; while no block is taken, freed or named
   the answer stays the same,
@@ -32,6 +32,7 @@ MAX_NUM_SEQS = 256
 MAX_MODEL_LEN = 1 << 40  # the pool is the limit
 TOKEN = SampledToken(0)
 ONE = (0,)
+ZEROS = [0] * 65_536
 
 
 @dataclass(slots=True)
@@ -136,7 +137,7 @@ class Engine:
         """How many steps like this one, a step of decodes only, come before something must be decided."""
         if len(plan.segments) != self.scheduler.num_running:
             return 1
-        block_size, least = self.kv.block_size, MAX_MODEL_LEN
+        block_size, least = self.kv.block_size, len(ZEROS)
         for segment in plan.segments:
             request = segment.request
             to_end = request.params.max_tokens - len(request.output_ids)
@@ -165,13 +166,14 @@ class Engine:
         run = self._run
         if version != self._version or run is None:
             return
-        plan = run.plan if run.num_steps == 1 else _repeated(run.plan, run.num_steps - 1)
+        plan = _settled(run.plan, run.num_steps, self.kv.block_size)
         self.num_steps += run.num_steps
         self.num_computed_tokens += run.num_steps * run.num_tokens
         self.busy_s += self._clock.now - run.started
         self._between = True
-        result = StepResult({segment.request.request_id: TOKEN for segment in plan.segments if segment.sample})
-        starting = {s.request.request_id for s in plan.segments if s.sample and not s.request.output_ids}
+        sampling = [segment.request for segment in plan.segments if segment.sample]
+        starting = {request.request_id for request in sampling if not request.output_ids}
+        result = StepResult({request.request_id: TOKEN for request in sampling})
         for update in self.scheduler.commit(plan, result):
             if update.finish_reason is not None or update.request_id in starting:
                 self._on_update(update)
@@ -181,15 +183,24 @@ class Engine:
         self._start()
 
 
-def _repeated(plan: StepPlan, num_steps: int) -> StepPlan:
-    """Let `num_steps` steps like `plan` (decodes that neither end nor fill a block) have happened; the next one's plan.
+def _settled(plan: StepPlan, num_steps: int, block_size: int) -> StepPlan:
+    """Let `num_steps` steps like `plan` have happened, but for what the scheduler must see of the last: its plan.
 
-    What commit would do for each is add a token and count it as computed, no more.
+    Of a decode that neither ends nor fills a block, commit would add a token and count it as computed, no more; so that
+    is done here, as it is for all steps of a run before the last.
     """
     segments = []
     for segment in plan.segments:
         request = segment.request
-        request.output_ids.extend([0] * num_steps)
-        request.num_computed += num_steps
-        segments.append(Segment(request, segment.start + num_steps, ONE, segment.block_ids, True))
+        if len(segment.token_ids) > 1 or not request.output_ids:
+            segments.append(segment)
+            continue
+        num_output, end = len(request.output_ids) + num_steps, segment.start + num_steps
+        if num_output < request.params.max_tokens and end % block_size:
+            request.output_ids.extend(ZEROS[:num_steps])
+            request.num_computed = end
+        else:
+            request.output_ids.extend(ZEROS[: num_steps - 1])
+            request.num_computed = end - 1
+            segments.append(segment if num_steps == 1 else Segment(request, end - 1, ONE, segment.block_ids, True))
     return StepPlan(tuple(segments))

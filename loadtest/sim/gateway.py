@@ -15,6 +15,7 @@ from policies.queue import RequestQueue
 from policies.registry import fleet_config, make_policy
 from policies.stateful import observer_of
 from policies.types import Decision, KeySpace, PrefixChain, RouteRequest
+from policies.warm_queue import hold_of
 
 SPACE = KeySpace("trace")
 MODEL = "simulated"
@@ -30,7 +31,7 @@ class SimGateway:
         self._rng = rng
         self._block_tokens = block_tokens
         self._on_release = on_release
-        hold = getattr(self.policy, "hold", None)
+        hold = hold_of(self.policy, self.fleet)
         self.queue = RequestQueue(hold) if hold is not None else None
 
     def see(self, event: Event) -> None:

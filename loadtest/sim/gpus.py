@@ -6,9 +6,8 @@ n new tokens in the step; W reads the weights once, `lin` computes one token's l
 costs W and a large one n lin. Every prefill chunk of c tokens behind ctx computed ones attends c (ctx + c / 2) pairs;
 every decode reads its whole context at `kv` seconds a token.
 
-The constants are those of Llama-3-8B in bf16 (32 layers, width 4096, 8.03e9 weights, 131,072 KV bytes a token). A pair
-costs 4 L H operations in attention and a token 2 P in the linear layers; `att` takes attention to run at the share of
-the GPU's peak that lin tells, so att = lin x 4 L H / 2 P.
+The constants are those of Llama-3-8B in bf16 (32 layers, width 4096, 131,072 KV bytes a token). A pair costs 4 L H
+operations in attention, which is taken to run at a third of the GPU's dense bf16 peak (linear layers: at over half).
 
 Decode steps that follow each other with the same sequences have every context one longer than the step before, so k of
 them take a sum in closed form (`decode_run_s`), and the moment at which the j-th ends is found without walking.
@@ -20,8 +19,8 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-LAYERS, WIDTH, WEIGHTS = 32, 4096, 8.03e9
-ATT_PER_LIN = 4 * LAYERS * WIDTH / (2 * WEIGHTS)
+LAYERS, WIDTH = 32, 4096
+ATTENTION_SHARE = 1 / 3  # of the peak
 STEP_S = 1.5e-3
 TOKEN_BUDGET = 8192
 
@@ -84,18 +83,19 @@ class Gpu:
         return seconds + self.attention_s * num_tokens * num_tokens / 2
 
 
-def _gpu(name: str, weights_ms: float, linear_us: float, kv_ns: float, num_blocks: int) -> Gpu:
-    linear_s = linear_us * 1e-6
-    return Gpu(name, weights_ms * 1e-3, linear_s, kv_ns * 1e-9, num_blocks, linear_s * ATT_PER_LIN)
+def _gpu(name: str, weights_ms: float, linear_us: float, kv_ns: float, num_blocks: int, peak: float) -> Gpu:
+    """`peak`: operations a second."""
+    attention_s = 4 * LAYERS * WIDTH / (ATTENTION_SHARE * peak)
+    return Gpu(name, weights_ms * 1e-3, linear_us * 1e-6, kv_ns * 1e-9, num_blocks, attention_s)
 
 
 GPUS = {
     gpu.name: gpu
     for gpu in (
-        _gpu("l4", 67.0, 295.0, 546.0, 37),
-        _gpu("a100", 9.8, 86.0, 80.0, 788),
-        _gpu("h100", 6.0, 29.5, 49.0, 788),
-        _gpu("h200", 4.2, 29.5, 34.0, 1606),
+        _gpu("l4", 67.0, 295.0, 546.0, 37, 121e12),
+        _gpu("a100", 9.8, 86.0, 80.0, 788, 312e12),
+        _gpu("h100", 6.0, 29.5, 49.0, 788, 989e12),
+        _gpu("h200", 4.2, 29.5, 34.0, 1606, 989e12),
     )
 }
 

@@ -48,14 +48,14 @@ class Outcome:
 
 Progress = Callable[[int, float], None]  # (index of the task, share of it done)
 
-_traces: dict[tuple[Path, int | None], tuple[Trace, PromptBook]] = {}
+_traces: dict[tuple[Path, int | None, int | None], tuple[Trace, PromptBook]] = {}
 _told: Any = None  # the queue of this process's news
 
 
 def run(task: Task, progress: Callable[[float], None] | None = None) -> Outcome:
     """In this process. Raises BadTrace, UnknownPolicy, ValueError."""
     setup = task.setup
-    where = (setup.trace, setup.limit)
+    where = (setup.trace, setup.limit, setup.max_model_len)
     if where not in _traces:
         _traces.clear()
         _traces[where] = (read_trace(*where), PromptBook())

@@ -49,7 +49,7 @@ def default_cache() -> Path:
 
 
 def _search(setup: Setup, policy: str, num_processes: int, tell: Callable[[str], None] | None) -> float:
-    trace = read_trace(setup.trace, setup.limit)
+    trace = read_trace(setup.trace, setup.limit, setup.max_model_len)
     cold = [setup.fleet.fastest.cold_prefill_s(request.num_prompt_tokens) for request in trace.requests()]
     guess = setup.fleet.size * len(cold) / sum(cold)  # all of it prefill, nothing cached
     low, high = 0.0, 2.0 * guess

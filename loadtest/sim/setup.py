@@ -79,7 +79,8 @@ class Objective:
 
 @dataclass(frozen=True, slots=True)
 class Setup:
-    """One simulation but for policy and seed."""
+    """One simulation but for policy and seed. `limit`: requests of the trace that are read; those longer than
+    `max_model_len` (prompt and output) are left out."""
 
     trace: Path
     fleet: Fleet
@@ -87,4 +88,5 @@ class Setup:
     conditions: Conditions = field(default_factory=Conditions)
     objective: Objective = field(default_factory=Objective)
     limit: int | None = None
+    max_model_len: int | None = None
     fast_forward: bool = True

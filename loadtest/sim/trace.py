@@ -26,7 +26,7 @@ import gzip
 import io
 import json
 from collections.abc import Iterable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -78,11 +78,25 @@ class Trace:
         return sorted(flat, key=lambda request: request.at_s) if self.timed else flat
 
 
-def read_trace(path: Path, limit: int | None = None) -> Trace:
+    def fitting(self, max_model_len: int) -> Trace:
+        """Without requests whose prompt and output a model of that length could not hold. A session goes on without
+        them. Raises BadTrace when nothing is left."""
+        sessions = []
+        for session in self.sessions:
+            kept = tuple(r for r in session if r.num_prompt_tokens + r.num_output_tokens <= max_model_len)
+            if kept:
+                sessions.append(kept)
+        if not sessions:
+            raise BadTrace(f"{self.name}: no request fits in {max_model_len} tokens")
+        return replace(self, sessions=tuple(sessions))
+
+
+def read_trace(path: Path, limit: int | None = None, max_model_len: int | None = None) -> Trace:
     """Reads a trace of any known format, at most `limit` requests of it. Raises BadTrace."""
     try:
         with _open(path) as file:
-            return parse_trace(file, path.name, limit)
+            trace = parse_trace(file, path.name, limit)
+        return trace if max_model_len is None else trace.fitting(max_model_len)
     except OSError as error:
         raise BadTrace(f"{path}: {error.strerror or error}") from None
 
