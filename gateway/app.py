@@ -39,6 +39,7 @@ from policies.events import FailureKind
 from policies.fleet import FleetState
 from policies.registry import fleet_config, make_policy
 from policies.types import ReplicaStatus
+from policies.warm_queue import hold_of
 
 _SLASHES = re.compile(r"/{2,}")
 _CORS_MAX_AGE_S = 24 * 3600
@@ -81,7 +82,7 @@ class Gateway:
         self.metrics = Metrics(self._gauges)
         self.fleet = FleetState(fleet_config(settings.policy))
         policy = make_policy(settings.policy)
-        self.router = Router(self.fleet, policy, self.metrics, settings.seed, hold=getattr(policy, "hold", None))
+        self.router = Router(self.fleet, policy, self.metrics, settings.seed, hold=hold_of(policy, self.fleet))
         self.registry = Registry(settings.replicas, self.router.emit, time.monotonic, self.metrics.replica_restarted)
         self.router.registry = self.registry
         self.access_log = AccessLog(settings.access_log)

@@ -147,6 +147,17 @@ class FeedLost:
     replica_id: ReplicaId
 
 
+@dataclass(frozen=True, slots=True)
+class BlocksRecalled:
+    """Somebody else's picture of the replica has these keys (consecutive, root side first): predictions, older than
+    all that is known of it already. `used_at` is when they were last used there, as far as known."""
+
+    at: float
+    replica_id: ReplicaId
+    keys: tuple[BlockKey, ...]
+    used_at: float
+
+
 Event = (
     Joined
     | Left
@@ -161,4 +172,5 @@ Event = (
     | BlocksRemoved
     | BlocksCleared
     | FeedLost
+    | BlocksRecalled
 )

@@ -23,9 +23,11 @@ from collections.abc import Callable
 from math import ceil
 from typing import Any
 
+from policies.block_runs import Hold
 from policies.cost import SpeedModel
 from policies.events import (
     BlocksCleared,
+    BlocksRecalled,
     BlocksRemoved,
     BlocksStored,
     Dispatched,
@@ -82,6 +84,7 @@ class FleetState:
             BlocksRemoved: self._blocks_removed,
             BlocksCleared: self._blocks_cleared,
             FeedLost: self._feed_lost,
+            BlocksRecalled: self._blocks_recalled,
         }
 
     # What drivers call
@@ -140,6 +143,13 @@ class FleetState:
     def num_leases(self) -> int:
         return len(self._leases)
 
+    def has_lease(self, request_id: str) -> bool:
+        return request_id in self._leases
+
+    def holds(self, replica_id: ReplicaId) -> list[Hold]:
+        """What the replica is expected to hold (PrefixIndex.holds)."""
+        return self._index.holds(replica_id)
+
     def num_index_keys(self) -> int:
         return len(self._index)
 
@@ -170,14 +180,9 @@ class FleetState:
         if known is not None:
             self._purge(known)
         replica = Replica(
-            event.replica_id,
-            event.incarnation,
-            event.models,
-            event.key_space,
-            event.block_tokens,
-            event.num_blocks,
+            event.replica_id, event.incarnation, event.models, event.key_space, event.block_tokens, event.num_blocks,
             event.status,
-        )
+        )  # fmt: skip
         self._replicas[event.replica_id] = replica
         self._order = tuple(self._replicas[replica_id] for replica_id in sorted(self._replicas))
         self._mirror(replica)
@@ -339,3 +344,7 @@ class FleetState:
     def _feed_lost(self, event: FeedLost) -> None:
         if event.replica_id in self._replicas:
             self._index.lose_feed(event.replica_id)
+
+    def _blocks_recalled(self, event: BlocksRecalled) -> None:
+        if event.replica_id in self._replicas:
+            self._index.recall(event.replica_id, event.keys, event.used_at)

@@ -180,6 +180,18 @@ class Mirror:
                 hold.num_confirmed = max(hold.num_confirmed, end)
             self.set_blocks(hold, max(hold.num_blocks, end))
 
+    def recall(self, keys: tuple[BlockKey, ...], used_at: float) -> None:
+        """Predict `keys` as the oldest holds here, while there is room: nothing is evicted for them."""
+        if self.num_held + len(keys) > self.limit():
+            return
+        for run, offset, length in self._stretches(keys):
+            if (hold := run.holds.get(self.slot)) is None:
+                hold = run.holds[self.slot] = Hold(run, self.slot)
+                hold.used_at = used_at
+                assert self.lru.next is not None
+                hold.link_before(self.lru.next)  # each before the one nearer to the root, so evicted before it
+            self.set_blocks(hold, max(hold.num_blocks, min(offset + length, len(run.keys))))
+
     def discard(self, keys: Sequence[BlockKey]) -> None:
         """None of `keys` is held any more."""
         by_run: dict[Run, set[BlockKey]] = {}

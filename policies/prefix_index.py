@@ -214,6 +214,18 @@ class PrefixIndex:
         self._judge(mirror)
         mirror.discard(keys)
 
+    def recall(self, replica_id: ReplicaId, keys: Sequence[BlockKey], used_at: float) -> None:
+        """Another gateway's picture has `keys`, consecutive blocks of one prompt. Pass the youngest first. A replica
+        that tells of its cache itself knows better."""
+        mirror = self._mirrors[replica_id]
+        if not mirror.authoritative:
+            mirror.recall(tuple(dict.fromkeys(keys)), used_at)
+
+    def holds(self, replica_id: ReplicaId) -> list[Hold]:
+        """All that the replica is expected to hold, the youngest first and the root of a prompt before its tail."""
+        mirror = self._mirrors[replica_id]
+        return [*mirror.pinned.ring(), *list(mirror.lru.ring())[::-1]]
+
     def clear(self, replica_id: ReplicaId) -> None:
         """The replica emptied its cache; requests in flight keep their pins. Its feed is whole again."""
         mirror = self._mirrors[replica_id]

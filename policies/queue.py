@@ -7,15 +7,17 @@ sooner, then whatever the hold ranks by, then arrival), and answers against the 
 were dispatched: so `poll` hands out one batch of requests that it allowed *together* only if the driver places each
 before the next question. That is why poll takes a callback: it is asked and told, request by request.
 
-A request that the hold refuses doesn't block those behind it (they may be bound for other replicas).
+A request that the hold refuses doesn't block those behind it (they may be bound for other replicas). A hold that knows
+before any question that nobody may go says so in `begin`, if it has that method.
 """
 
 from __future__ import annotations
 
+from bisect import insort
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from math import inf
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from policies.types import RouteRequest
 
@@ -24,7 +26,7 @@ class Hold(Protocol):
     """A rule that keeps requests in the queue."""
 
     def rank(self, request: RouteRequest, arrived_at: float, now: float) -> float:
-        """Among equal priorities, lower goes first."""
+        """Among equal priorities, lower goes first. Asked once, when the request arrives."""
         ...
 
     def admits(self, request: RouteRequest, now: float) -> bool:
@@ -32,18 +34,28 @@ class Hold(Protocol):
         ...
 
 
+@runtime_checkable
+class Beginning(Protocol):
+    """What a hold may have besides."""
+
+    def begin(self, now: float) -> bool:
+        """A poll begins. False: nobody may go, so nobody need be asked."""
+        ...
+
+
 class QueueFull(Exception):
     """The queue holds as many requests as it may. Answer 503 or 429 with Retry-After."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, order=True)
 class Waiting:
-    """One request in the queue; `deadline` is when it gives up (inf: never)."""
+    """One request in the queue, in the order of going; `deadline` is when it gives up (inf: never)."""
 
-    request: RouteRequest
-    arrived_at: float
-    deadline: float
+    priority: int
+    rank: float
     number: int
+    request: RouteRequest = field(compare=False)
+    deadline: float = field(compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +73,7 @@ class RequestQueue:
         self._hold = hold
         self._max_waiting = max_waiting
         self._waiting: dict[str, Waiting] = {}
+        self._order: list[Waiting] = []  # by rank; those that left are dropped at the next poll
         self._arrivals = 0
 
     def __len__(self) -> int:
@@ -75,7 +88,10 @@ class RequestQueue:
         if len(self._waiting) >= self._max_waiting:
             raise QueueFull(f"{len(self._waiting)} requests wait already; try again later")
         self._arrivals += 1
-        self._waiting[request.request_id] = Waiting(request, now, deadline, self._arrivals)
+        rank = self._hold.rank(request, now, now) if self._hold is not None else 0.0
+        waiting = Waiting(request.priority, rank, self._arrivals, request, deadline)
+        self._waiting[request.request_id] = waiting
+        insort(self._order, waiting)
 
     def cancel(self, request_id: str) -> bool:
         """The client is gone. False when the request doesn't wait (any more)."""
@@ -87,10 +103,13 @@ class RequestQueue:
         expired = tuple(w.request for w in self._waiting.values() if w.deadline <= now)
         for request in expired:
             del self._waiting[request.request_id]
+        self._order = [waiting for waiting in self._order if self._is_in(waiting)]
+        if isinstance(self._hold, Beginning) and not self._hold.begin(now):
+            return Polled((), expired)
         ready = []
-        for waiting in self._in_order(now):
+        for waiting in tuple(self._order):
             request = waiting.request
-            if self._hold is None or self._hold.admits(request, now):
+            if self._is_in(waiting) and (self._hold is None or self._hold.admits(request, now)):
                 del self._waiting[request.request_id]
                 ready.append(request)
                 if dispatch is not None:
@@ -102,14 +121,8 @@ class RequestQueue:
         earliest = min((w.deadline for w in self._waiting.values()), default=inf)
         return None if earliest == inf else earliest
 
-    def _in_order(self, now: float) -> list[Waiting]:
-        hold = self._hold
-
-        def key(waiting: Waiting) -> tuple[int, float, int]:
-            rank = hold.rank(waiting.request, waiting.arrived_at, now) if hold is not None else 0.0
-            return waiting.request.priority, rank, waiting.number
-
-        return sorted(self._waiting.values(), key=key)
+    def _is_in(self, waiting: Waiting) -> bool:
+        return self._waiting.get(waiting.request.request_id) is waiting
 
     def check_invariants(self) -> None:
         assert len(self._waiting) <= self._max_waiting
@@ -117,3 +130,5 @@ class RequestQueue:
         assert numbers == sorted(set(numbers)), "arrival numbers in order, each once"
         assert all(rid == waiting.request.request_id for rid, waiting in self._waiting.items())
         assert self._arrivals >= (numbers[-1] if numbers else 0)
+        assert self._order == sorted(self._order)
+        assert [w for w in self._order if self._is_in(w)] == sorted(self._waiting.values())

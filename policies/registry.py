@@ -29,6 +29,7 @@ from policies.peers.sticky import Sticky, StickyConfig
 from policies.round_robin import RoundRobin
 from policies.types import Policy
 from policies.warm import Warm, WarmConfig
+from policies.warm_queue import WarmQueue, WarmQueueConfig
 
 DEFAULT_POLICY = "warm"
 FLEET_PREFIX = "mirror_"
@@ -36,6 +37,7 @@ FLEET_PREFIX = "mirror_"
 # name -> (the class, its config or None)
 _POLICIES: dict[str, tuple[Callable[..., Policy], type | None]] = {
     Warm.name: (Warm, WarmConfig),
+    WarmQueue.name: (WarmQueue, WarmQueueConfig),
     RoundRobin.name: (RoundRobin, None),
     RandomChoice.name: (RandomChoice, None),
     LeastLoaded.name: (LeastLoaded, None),
@@ -63,7 +65,8 @@ def policy_names() -> tuple[str, ...]:
 
 
 def make_policy(spec: str) -> Policy:
-    """A fresh policy from its name and settings. Raises UnknownPolicy. stateful.observer_of says how to feed it."""
+    """A fresh policy from its name and settings. Raises UnknownPolicy. stateful.observer_of says how to feed it,
+    warm_queue.hold_of whether it holds requests back."""
     name, settings = _parse(spec)
     factory, config = _POLICIES[name]
     own = {key: value for key, value in settings.items() if not key.startswith(FLEET_PREFIX)}

@@ -72,8 +72,9 @@ class Warm:
 
     name = "warm"
 
-    def __init__(self, config: WarmConfig | None = None) -> None:
+    def __init__(self, config: WarmConfig | None = None, name: str = name) -> None:
         self._config = config or WarmConfig()
+        self.name = name
 
     def choose(self, request: RouteRequest, fleet: FleetSnapshot, rng: random.Random) -> Decision:
         """See the module's header. `reason`: only_replica, cold (nobody holds a block), warm (the longest match won)

@@ -8,6 +8,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from policies.events import (
     BlocksCleared,
+    BlocksRecalled,
     BlocksRemoved,
     BlocksStored,
     Dispatched,
@@ -68,6 +69,14 @@ class FleetMachine(RuleBasedStateMachine):
         self.incarnations += 1
         self.fleet.apply(Restarted(self.tick(), ReplicaId(name), str(self.incarnations)))
         self.purge(name)
+
+    @rule(name=names, path=paths, start=st.integers(0, 4))
+    def recall(self, name: str, path: str, start: int) -> None:
+        part = keys(path)[start:]
+        before = {r: self.fleet.stats(r).num_index_blocks for r in self.fleet.replica_ids()}
+        self.fleet.apply(BlocksRecalled(self.tick(), ReplicaId(name), part, self.now - 5.0))
+        for replica_id, num_blocks in before.items():
+            assert self.fleet.stats(replica_id).num_index_blocks >= num_blocks, "something was evicted for it"
 
     @rule(name=names, number=numbers, path=paths, matched=st.integers(0, 200), streamed=st.booleans())
     def dispatch(self, name: str, number: int, path: str, matched: int, streamed: bool) -> None:

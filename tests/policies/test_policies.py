@@ -41,7 +41,7 @@ def test_every_policy_answers_within_the_snapshot_and_the_same_for_the_same_seed
 
 def test_unknown_policies_are_refused_with_the_list() -> None:
     assert DEFAULT_POLICY in policy_names()
-    with pytest.raises(UnknownPolicy, match="choose one of warm, round_robin, random, least_loaded"):
+    with pytest.raises(UnknownPolicy, match="choose one of warm, warm_queue, round_robin, random, least_loaded"):
         make_policy("worm")
 
 

@@ -11,8 +11,8 @@ from policies.warm import Warm, WarmConfig
 
 def test_names_are_those_of_the_policies() -> None:
     assert set(policy_names()) == {
-        "warm", "round_robin", "random", "least_loaded", "power_of_two", "bounded_hash", "approximate_tree", "aibrix",
-        "production_stack", "llmd", "dynamo", "lmetric", "lpwl", "preble", "dualmap", "sticky",
+        "warm", "warm_queue", "round_robin", "random", "least_loaded", "power_of_two", "bounded_hash",
+        "approximate_tree", "aibrix", "production_stack", "llmd", "dynamo", "lmetric", "lpwl", "preble", "dualmap", "sticky",
     }  # fmt: skip
     assert all(make_policy(name).name == name for name in policy_names())
 
@@ -30,7 +30,7 @@ def test_settings_change_the_policy_and_the_fleet_it_looks_at() -> None:
 @pytest.mark.parametrize(
     ("spec", "message"),
     [
-        ("worm", "unknown policy 'worm': choose one of warm, round_robin"),
+        ("worm", "unknown policy 'worm': choose one of warm, warm_queue, round_robin"),
         ("warm:tua=4", "policy warm has no setting 'tua'; its settings: tau, kappa"),
         ("warm:tau", "setting 'tau' of policy warm has no value: write it as warm:setting=value"),
         ("warm:tau=four", "policy warm: tau='four' is not a float"),
