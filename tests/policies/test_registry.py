@@ -12,7 +12,8 @@ from policies.warm import Warm, WarmConfig
 def test_names_are_those_of_the_policies() -> None:
     assert set(policy_names()) == {
         "warm", "warm_queue", "round_robin", "random", "least_loaded", "power_of_two", "bounded_hash",
-        "approximate_tree", "aibrix", "production_stack", "llmd", "dynamo", "lmetric", "lpwl", "preble", "dualmap", "sticky",
+        "approximate_tree", "aibrix", "production_stack", "llmd", "dynamo", "lmetric", "lpwl", "preble",
+        "dualmap", "sticky",
     }  # fmt: skip
     assert all(make_policy(name).name == name for name in policy_names())
 
