@@ -164,11 +164,15 @@ class StepPlan:
 
 @dataclass(frozen=True, slots=True)
 class SampledToken:
-    """One sampled token. Logprobs are of the raw model distribution (log-softmax of the unmodified logits)."""
+    """One sampled token. Logprobs are of the raw model distribution (log-softmax of the unmodified logits).
+
+    `rank` is 1 for the likeliest; it is known for prompt tokens only.
+    """
 
     token_id: int
     logprob: float | None = None
     top_logprobs: tuple[tuple[int, float], ...] = ()  # (token id, logprob), likeliest first
+    rank: int | None = None
 
 
 @dataclass(frozen=True, slots=True)

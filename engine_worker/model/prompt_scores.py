@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from dataclasses import replace
 
+import torch
 from torch import Tensor
 
 from engine_worker.core.types import SampledToken, Segment
@@ -34,6 +36,10 @@ def score_prompts(
         if any(token.logprob is None or math.isnan(token.logprob) for token in found):
             failed[request.request_id] = "The model's logits for this prompt are not finite (NaN or infinite)."
         else:
-            scores[request.request_id] = tuple(found)
+            own = rows.gather(1, torch.tensor(tokens, device=rows.device)[:, None])  # [P, 1]
+            ranks = ((rows > own).sum(dim=-1) + 1).tolist()
+            scores[request.request_id] = tuple(
+                replace(token, rank=rank) for token, rank in zip(found, ranks, strict=True)
+            )
     assert start == len(logits)
     return scores, failed

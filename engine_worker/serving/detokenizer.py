@@ -55,12 +55,17 @@ class SequenceText:
         self.num_tokens = 0
         self.finish_reason: FinishReason | None = None
 
-    def push(self, token: SampledToken | None, finish_reason: FinishReason | None) -> Piece:
-        """The next token, and why the engine ended the sequence if it did."""
+    def push(
+        self, token: SampledToken | None, finish_reason: FinishReason | None, *, is_complete: bool = False
+    ) -> Piece:
+        """The next token, and why the engine ended the sequence if it did.
+
+        `is_complete`: a grammar's end ended it, so that the last token is no stop token but text.
+        """
         assert self.finish_reason is None, "a finished sequence got another token"
         if token is not None:
             self.num_tokens += 1
-            if finish_reason is not FinishReason.STOP or self._include_stop:
+            if finish_reason is not FinishReason.STOP or self._include_stop or is_complete:
                 cut = self._add(token, self._stream.push(token.token_id))
                 if cut is not None:
                     return self._finish_at(cut)
@@ -71,6 +76,12 @@ class SequenceText:
             return self._finish_at(cut)
         self.finish_reason = finish_reason
         return self._release(len(self._held))
+
+    def drop(self) -> Piece:
+        """End without the token that the engine made: only the prompt was wanted."""
+        assert self.finish_reason is None
+        self.finish_reason = FinishReason.LENGTH
+        return Piece("", (), self.finish_reason)
 
     def _add(self, token: SampledToken | None, text: str) -> int | None:
         """Take in a token's text. Gives where in the held text the output ends, if a stop string is complete."""

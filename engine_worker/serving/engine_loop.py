@@ -144,6 +144,8 @@ class EngineLoop:
             update.error,
             queue_s=queue_s,
             prefill_s=prefill_s,
+            is_complete=update.is_complete,
+            prompt_logprobs=update.prompt_logprobs,
         )
 
     def _forget(self, request_id: str) -> None:

@@ -15,14 +15,15 @@ from collections.abc import Callable
 from concurrent.futures import Executor
 
 from engine_worker.contract.errors import ApiError
-from engine_worker.core.types import FinishReason
+from engine_worker.core.types import FinishReason, SampledToken
 from engine_worker.serving import sse
-from engine_worker.serving.detokenizer import Piece, SequenceText
+from engine_worker.serving.detokenizer import Piece, PlacedToken, SequenceText
 from engine_worker.serving.engine_client import Call, EngineClient
 from engine_worker.serving.http import ClientGone, Exchange
 from engine_worker.serving.messages import Update
 from engine_worker.serving.metrics import RequestMetrics, WorkerMetrics
 from engine_worker.serving.prepare import PreparedCall, Preparer
+from engine_worker.serving.prompt_echo import echoed
 from engine_worker.serving.replies import ChatReply, CompletionReply, Reply, Usage
 from engine_worker.serving.token_text import TokenText
 
@@ -38,13 +39,17 @@ class Generation:
     def __init__(self, prepared: PreparedCall, tokens: TokenText, metrics: RequestMetrics) -> None:
         self._prepared = prepared
         self._metrics = metrics
+        self._tokens = tokens
+        self._scores: dict[int, list[SampledToken]] = {}  # prompt -> its tokens behind the first, with logprobs
+        self._echoed: dict[int, int] = {}  # sequence -> characters of its prompt, which its answer began with
         self.texts = [self._text(prepared, tokens, p) for p in range(len(prepared.prompts)) for _ in range(prepared.n)]
         self._cached: dict[int, int] = {}  # prompt -> tokens that its first choice found in the cache
         self._num_unfinished = len(self.texts)
 
     @staticmethod
     def _text(prepared: PreparedCall, tokens: TokenText, prompt: int) -> SequenceText:
-        stream = tokens.stream(prepared.skip_special_tokens, prepared.prompts[prompt][-_PROMPT_TAIL:])
+        tail = prepared.prompts[prompt][-_PROMPT_TAIL:]
+        stream = tokens.stream(prepared.skip_special_tokens, tail, prepared.kept_special)
         return SequenceText(
             stream,
             prepared.stops,
@@ -68,14 +73,41 @@ class Generation:
             if update.finish_reason is FinishReason.ABORT:
                 raise ApiError(503, "The engine dropped this request.", retry_after_s=1)
             self._note_cached(index, update)
+            self._scores.setdefault(index // self._prepared.n, []).extend(update.prompt_logprobs)
+            if update.token is None and update.finish_reason is None:
+                continue  # part of the prompt was scored
             self._metrics.token(index, update)
-            piece = text.push(update.token, update.finish_reason)
+            piece = self._piece(index, update)
             if piece.finish_reason is not None:
                 self._num_unfinished -= 1
                 self._metrics.finished(index, piece.finish_reason, text.num_tokens)
                 call.finish(index)
             pieces.append((index, piece))
         return pieces
+
+    def _piece(self, index: int, update: Update) -> Piece:
+        """The next piece of a sequence, with the prompt in front of the first where it is echoed."""
+        text = self.texts[index]
+        if self._prepared.prompt_only:
+            piece = text.drop()
+        else:
+            piece = text.push(update.token, update.finish_reason, is_complete=update.is_complete)
+        if not self._prepared.echo:
+            return piece
+        prompt, tokens = "", piece.tokens
+        lead: tuple[PlacedToken, ...] = ()
+        if index not in self._echoed:
+            at = index // self._prepared.n
+            skip = self._prepared.skip_special_tokens
+            prompt, lead = echoed(self._prepared.prompts[at], self._scores[at], self._tokens, skip)
+            self._echoed[index] = len(prompt)
+        moved = tuple(PlacedToken(placed.token, placed.offset + self._echoed[index]) for placed in tokens)
+        return Piece(prompt + piece.text, lead + moved, piece.finish_reason)
+
+    @property
+    def prompt_scores(self) -> list[list[SampledToken]]:
+        """Of each prompt, its tokens behind the first with their logprobs, where they were asked for."""
+        return [self._scores.get(prompt, []) for prompt in range(len(self._prepared.prompts))]
 
     def _note_cached(self, index: int, update: Update) -> None:
         prompt, choice = divmod(index, self._prepared.n)
@@ -139,6 +171,8 @@ class Generator:
                 self._tokens,
                 prepared.num_logprobs,
                 prepared.include_usage,
+                prepared.num_prompt_logprobs,
+                prepared.tools,
             )
             with (
                 self._client.submit(prepared) as call,
@@ -157,7 +191,7 @@ async def _answer(exchange: Exchange, generation: Generation, call: Call, reply:
     while not generation.is_finished:
         for index, piece in generation.take(call, await call.news()):
             collected[index].append(piece)
-    body = reply.whole([_joined(pieces) for pieces in collected], generation.usage)
+    body = reply.whole([_joined(pieces) for pieces in collected], generation.usage, generation.prompt_scores)
     await exchange.respond(200, body, generation.headers())
 
 

@@ -78,6 +78,8 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     """News of one sequence.
 
     error_status  the HTTP status that `error` deserves
+    is_complete, prompt_logprobs
+                  see core.types.RequestUpdate
     queue_s, prefill_s
                   with the first token only: seconds from arrival to the first step, and from there to the token
     """
@@ -90,6 +92,8 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     error_status: int = 500
     queue_s: float | None = None
     prefill_s: float | None = None
+    is_complete: bool = False
+    prompt_logprobs: tuple[SampledToken, ...] = ()
 
 
 class Stats(msgspec.Struct, frozen=True, array_like=True):

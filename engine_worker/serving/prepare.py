@@ -20,7 +20,9 @@ from engine_worker.core.types import SamplingParams
 from engine_worker.serving import validation
 from engine_worker.serving.json_input import parse_object
 from engine_worker.serving.requests import ChatRequest, CompletionRequest, GenerationRequest, convert
-from engine_worker.serving.validation import invalid
+from engine_worker.serving.structured import wanted_format
+from engine_worker.serving.tool_use import ToolPlanner, ToolUse
+from engine_worker.serving.validation import invalid, unsupported
 
 logger = logging.getLogger("warmgate.worker")
 
@@ -34,6 +36,11 @@ class PreparedCall:
 
     params        per prompt, with max_tokens filled in
     num_logprobs  likeliest tokens to show beside the sampled one; None for no logprobs
+    echo          the answer begins with the prompt; `prompt_only`: and ends there
+    num_prompt_logprobs
+                  likeliest tokens in vLLM's `prompt_logprobs`; None for none
+    tools         how to find tool calls in the answer; None leaves it text
+    kept_special  special tokens that are text although others are skipped: marks of tool calls
     """
 
     model: str
@@ -47,10 +54,17 @@ class PreparedCall:
     num_logprobs: int | None
     stream: bool
     include_usage: bool
+    echo: bool = False
+    prompt_only: bool = False
+    num_prompt_logprobs: int | None = None
+    tools: ToolUse | None = None
+    kept_special: frozenset[int] = frozenset()
 
     def params_of(self, prompt: int, choice: int) -> SamplingParams:
-        """A choice's parameters: with a seed, each choice has one of its own."""
+        """A choice's parameters: with a seed, each has one of its own; the first alone scores the prompt."""
         params = self.params[prompt]
+        if choice and params.num_prompt_logprobs is not None:
+            params = replace(params, num_prompt_logprobs=None)
         if params.seed is None or choice == 0:
             return params
         return replace(params, seed=(params.seed + choice + 2**63) % 2**64 - 2**63)
@@ -63,6 +77,7 @@ class Preparer:
         self.info = info
         self.renderer = renderer
         self.served_models = served_models
+        self._tool_planner = ToolPlanner(renderer)
         self._ignored_fields: set[str] = set()
         # The pool may hold less than the model allows. The last token needs no slot.
         self._most_tokens = min(info.max_model_len, info.num_blocks * info.block_size + 1)
@@ -74,7 +89,10 @@ class Preparer:
         request = convert(value, ChatRequest)
         self.check_model(request.model)
         validation.check_chat(request)
+        if value.get("echo"):
+            raise unsupported("echo", "a chat's prompt is not repeated in its answer")
         self._note_ignored(value, request)
+        tools, grammar = self._tool_planner.plan(request, wanted_format(request))
         prompt = self.renderer.chat_ids(
             request.messages,
             tools=request.tools or None,
@@ -84,7 +102,10 @@ class Preparer:
         )
         max_tokens = request.max_completion_tokens or request.max_tokens
         num_logprobs = (request.top_logprobs or 0) if request.logprobs else None
-        return self._prepared(request, (prompt,), max_tokens, num_logprobs, param="messages")
+        call = self._prepared(request, (prompt,), max_tokens, num_logprobs, param="messages", grammar=grammar)
+        if tools is None:
+            return call
+        return replace(call, tools=tools, kept_special=self._tool_planner.special_marks)
 
     def completion(self, body: bytes) -> PreparedCall:
         """Raises ApiError."""
@@ -95,8 +116,13 @@ class Preparer:
         validation.check_completion(request)
         self._note_ignored(value, request)
         prompts = tuple(self._completion_prompts(request))
-        max_tokens = request.max_tokens or DEFAULT_COMPLETION_TOKENS
-        return self._prepared(request, prompts, max_tokens, request.logprobs, param="prompt")
+        max_tokens = DEFAULT_COMPLETION_TOKENS if request.max_tokens is None else request.max_tokens
+        wanted = wanted_format(request)
+        grammar = wanted.grammar() if wanted else ""
+        call = self._prepared(request, prompts, max_tokens or 1, request.logprobs, param="prompt", grammar=grammar)
+        if not request.echo:
+            return call
+        return replace(call, echo=True, prompt_only=max_tokens == 0)
 
     def check_model(self, name: str | None) -> None:
         if name is not None and name not in self.served_models:
@@ -139,9 +165,10 @@ class Preparer:
         max_tokens: int | None,
         num_logprobs: int | None,
         param: str,
+        grammar: str,
     ) -> PreparedCall:
         stops = validation.stop_strings(request.stop)
-        base = self._sampling(request, num_logprobs)
+        base = self._sampling(request, num_logprobs, grammar)
         params = tuple(self._with_max_tokens(base, len(prompt), max_tokens, param) for prompt in prompts)
         options = request.stream_options
         return PreparedCall(
@@ -156,10 +183,14 @@ class Preparer:
             num_logprobs=num_logprobs,
             stream=bool(request.stream),
             include_usage=bool(options and options.include_usage),
+            num_prompt_logprobs=request.prompt_logprobs,
         )
 
-    def _sampling(self, request: GenerationRequest, num_logprobs: int | None) -> SamplingParams:
+    def _sampling(self, request: GenerationRequest, num_logprobs: int | None, grammar: str) -> SamplingParams:
         self.check_ids(request.stop_token_ids or (), "stop_token_ids")
+        self.check_ids(request.allowed_token_ids or (), "allowed_token_ids")
+        echoes = num_logprobs if isinstance(request, CompletionRequest) and request.echo else None
+        scored = [wanted for wanted in (request.prompt_logprobs, echoes) if wanted is not None]
         top_k = max(request.top_k or 0, 0)
         top_p = 1.0 if request.top_p is None else request.top_p
         if top_p == 0:  # OpenAI allows it: a nucleus of the likeliest token alone
@@ -179,7 +210,21 @@ class Preparer:
             min_tokens=request.min_tokens or 0,
             ignore_eos=bool(request.ignore_eos),
             num_logprobs=num_logprobs,
+            grammar=grammar,
+            allowed_token_ids=tuple(dict.fromkeys(request.allowed_token_ids or ())),
+            bad_words=self._bad_words(request.bad_words or []),
+            num_prompt_logprobs=max(scored, default=None),
         )
+
+    def _bad_words(self, words: list[str]) -> tuple[tuple[int, ...], ...]:
+        """As tokens, at the beginning of a word and behind a blank, which are different ones."""
+        found: dict[tuple[int, ...], None] = {}
+        for word in words:
+            for text in (word, f" {word.lstrip()}"):
+                ids = self.renderer.encode(text, add_special_tokens=False)
+                if ids:
+                    found[tuple(ids)] = None
+        return tuple(found)
 
     def _logit_bias(self, bias: dict[str, float] | None) -> tuple[tuple[int, float], ...]:
         pairs: dict[int, float] = {}

@@ -8,13 +8,18 @@ choices carries the usage and all others `usage: null`, and without it no chunk 
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import msgspec
 
+from engine_worker.core.types import SampledToken
 from engine_worker.serving.detokenizer import Piece, PlacedToken
+from engine_worker.serving.prompt_echo import prompt_logprobs
 from engine_worker.serving.token_text import TokenText
+from engine_worker.serving.tool_reply import ChoiceCalls
+from engine_worker.serving.tool_use import ToolUse
 
 Json = dict[str, Any]
 _MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON can't say
@@ -42,8 +47,11 @@ class Usage:
 class Reply(Protocol):
     """The shape of one endpoint's answers. One object an API request."""
 
-    def whole(self, pieces: list[Piece], usage: Usage) -> bytes:
-        """The body of an answer that is not streamed. One piece a choice, in order."""
+    def whole(self, pieces: list[Piece], usage: Usage, prompt_scores: Sequence[Sequence[SampledToken]] = ()) -> bytes:
+        """The body of an answer that is not streamed. One piece a choice, in order.
+
+        `prompt_scores` are each prompt's tokens behind the first with their logprobs, where they are to be shown.
+        """
         ...
 
     def opening(self, index: int) -> list[bytes]:
@@ -80,50 +88,93 @@ class _Envelope:
 
 
 class ChatReply:
+    """With `tools`, calls are found in the text."""
+
     def __init__(
-        self, id: str, created: int, model: str, tokens: TokenText, num_logprobs: int | None, include_usage: bool
+        self,
+        id: str,
+        created: int,
+        model: str,
+        tokens: TokenText,
+        num_logprobs: int | None,
+        include_usage: bool,
+        num_prompt_logprobs: int | None = None,
+        tools: ToolUse | None = None,
     ) -> None:
         self._whole = _Envelope(id, "chat.completion", created, model)
         self._chunk = _Envelope(id, "chat.completion.chunk", created, model)
         self._tokens = tokens
         self._num_logprobs = num_logprobs
+        self._num_prompt_logprobs = num_prompt_logprobs
         self._more: Json = {"usage": None} if include_usage else {}
         self._include_usage = include_usage
+        self._tools = tools
+        self._calls: dict[int, ChoiceCalls] = {}  # choice -> the calls in it, with tools
+        self._held: dict[int, tuple[PlacedToken, ...]] = {}  # choice -> tokens whose text is held back there
 
-    def whole(self, pieces: list[Piece], usage: Usage) -> bytes:
-        choices = [
-            {
-                "index": index,
-                "message": {"role": "assistant", "content": piece.text, "refusal": None},
-                "logprobs": self._logprobs(piece),
-                "finish_reason": piece.finish_reason,
-            }
-            for index, piece in enumerate(pieces)
-        ]
-        return encode(self._whole.json(choices, usage=usage.json()))
+    def whole(self, pieces: list[Piece], usage: Usage, prompt_scores: Sequence[Sequence[SampledToken]] = ()) -> bytes:
+        more: Json = {}
+        if self._num_prompt_logprobs is not None:
+            more["prompt_logprobs"] = prompt_logprobs(prompt_scores[0], self._num_prompt_logprobs, self._tokens)
+        choices = [self._choice(index, piece) for index, piece in enumerate(pieces)]
+        return encode(self._whole.json(choices, usage=usage.json(), **more))
+
+    def _choice(self, index: int, piece: Piece) -> Json:
+        assert piece.finish_reason is not None
+        message: Json = {"role": "assistant", "content": piece.text, "refusal": None}
+        reason: str = piece.finish_reason
+        if self._tools is not None:
+            calls = ChoiceCalls(self._tools)
+            calls.push(piece.text, is_end=True)
+            message, reason = calls.message(), calls.finish_reason(piece.finish_reason)
+        return {
+            "index": index,
+            "message": message,
+            "logprobs": self._logprobs(piece.tokens),
+            "finish_reason": reason,
+        }
 
     def opening(self, index: int) -> list[bytes]:
         return [self._delta(index, {"role": "assistant", "content": ""})]
 
     def chunks(self, index: int, piece: Piece) -> list[bytes]:
+        if self._tools is not None:
+            return self._chunks_with_calls(index, piece, self._tools)
         frames = []
         if piece.text or piece.tokens:
-            frames.append(self._delta(index, {"content": piece.text}, logprobs=self._logprobs(piece)))
+            frames.append(self._delta(index, {"content": piece.text}, piece.tokens))
         if piece.finish_reason is not None:
             frames.append(self._delta(index, {}, finish_reason=piece.finish_reason))
+        return frames
+
+    def _chunks_with_calls(self, index: int, piece: Piece, tools: ToolUse) -> list[bytes]:
+        calls = self._calls.setdefault(index, ChoiceCalls(tools))
+        tokens = self._held.pop(index, ()) + piece.tokens
+        frames = []
+        for delta in calls.push(piece.text, is_end=piece.finish_reason is not None):
+            frames.append(self._delta(index, delta, tokens))
+            tokens = ()
+        if piece.finish_reason is not None:
+            reason = calls.finish_reason(piece.finish_reason)
+            frames.append(self._delta(index, {}, tokens, finish_reason=reason))
+        elif tokens:
+            self._held[index] = tokens
         return frames
 
     def closing(self, usage: Usage) -> list[bytes]:
         return [encode(self._chunk.json([], usage=usage.json()))] if self._include_usage else []
 
-    def _delta(self, index: int, delta: Json, logprobs: Json | None = None, finish_reason: str | None = None) -> bytes:
+    def _delta(
+        self, index: int, delta: Json, tokens: tuple[PlacedToken, ...] = (), finish_reason: str | None = None
+    ) -> bytes:
+        logprobs = self._logprobs(tokens) if tokens else None
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
         return encode(self._chunk.json([choice], **self._more))
 
-    def _logprobs(self, piece: Piece) -> Json | None:
+    def _logprobs(self, tokens: Sequence[PlacedToken]) -> Json | None:
         if self._num_logprobs is None:
             return None
-        return {"content": [self._token(placed) for placed in piece.tokens], "refusal": None}
+        return {"content": [self._token(placed) for placed in tokens], "refusal": None}
 
     def _token(self, placed: PlacedToken) -> Json:
         token = placed.token
@@ -143,16 +194,31 @@ class ChatReply:
 
 class CompletionReply:
     def __init__(
-        self, id: str, created: int, model: str, tokens: TokenText, num_logprobs: int | None, include_usage: bool
+        self,
+        id: str,
+        created: int,
+        model: str,
+        tokens: TokenText,
+        num_logprobs: int | None,
+        include_usage: bool,
+        num_prompt_logprobs: int | None = None,
+        tools: ToolUse | None = None,
     ) -> None:
+        assert tools is None, "plain completions have no tools"
         self._envelope = _Envelope(id, "text_completion", created, model)
         self._tokens = tokens
         self._num_logprobs = num_logprobs
+        self._num_prompt_logprobs = num_prompt_logprobs
         self._more: Json = {"usage": None} if include_usage else {}
         self._include_usage = include_usage
 
-    def whole(self, pieces: list[Piece], usage: Usage) -> bytes:
+    def whole(self, pieces: list[Piece], usage: Usage, prompt_scores: Sequence[Sequence[SampledToken]] = ()) -> bytes:
         choices = [self._choice(index, piece) for index, piece in enumerate(pieces)]
+        if self._num_prompt_logprobs is not None:
+            n = len(pieces) // len(prompt_scores)
+            for index, choice in enumerate(choices):
+                scores = prompt_scores[index // n]
+                choice["prompt_logprobs"] = prompt_logprobs(scores, self._num_prompt_logprobs, self._tokens)
         return encode(self._envelope.json(choices, usage=usage.json()))
 
     def opening(self, index: int) -> list[bytes]:
@@ -182,9 +248,14 @@ class CompletionReply:
             "text_offset": [placed.offset for placed in piece.tokens],
         }
 
-    def _top(self, placed: PlacedToken) -> Json:
-        """String -> logprob, likeliest first, the sampled token among them. Of equal strings the likelier counts."""
+    def _top(self, placed: PlacedToken) -> Json | None:
+        """String -> logprob, likeliest first, the sampled token among them. Of equal strings the likelier counts.
+
+        None for a prompt's first token, which has no logprob.
+        """
         token = placed.token
+        if token.logprob is None:
+            return None
         result: Json = {}
         for token_id, logprob in token.top_logprobs[: self._num_logprobs]:
             result.setdefault(self._tokens.string_of(token_id), _clamped(logprob))

@@ -40,6 +40,16 @@ class GenerationRequest(msgspec.Struct, kw_only=True):
     ignore_eos: bool | None = None
     skip_special_tokens: bool | None = None
     cache_salt: str | None = None
+    bad_words: list[str] | None = None
+    allowed_token_ids: list[int] | None = None
+    prompt_logprobs: int | None = None
+    response_format: dict[str, Any] | None = None
+    structured_outputs: dict[str, Any] | None = None
+    guided_json: str | dict[str, Any] | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
+    guided_whitespace_pattern: str | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
 
@@ -64,6 +74,7 @@ class CompletionRequest(GenerationRequest, kw_only=True):
     prompt: str | list[Any]
     logprobs: int | None = None
     best_of: int | None = None
+    echo: bool | None = None
     add_special_tokens: bool | None = None
 
 

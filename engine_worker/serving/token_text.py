@@ -71,12 +71,17 @@ class TokenText:
         """The token as text of its own, replacement characters where it is a part of a character."""
         return self.bytes_of(token_id).decode("utf-8", "replace")
 
-    def stream(self, skip_special_tokens: bool, prompt_tail: Sequence[int] = ()) -> TextStream:
-        """A stream for one sequence. `prompt_tail` is the prompt's last few ids, context for windowed decoding."""
-        skipped = self._special if skip_special_tokens else frozenset()
+    def stream(
+        self, skip_special_tokens: bool, prompt_tail: Sequence[int] = (), kept: frozenset[int] = frozenset()
+    ) -> TextStream:
+        """A stream for one sequence. `prompt_tail` is the prompt's last few ids, context for windowed decoding.
+
+        `kept` are special tokens that are text even where the others are left out.
+        """
+        skipped = self._special - kept if skip_special_tokens else frozenset()
         if self.is_exact:
             return _ByteStream(self, skipped)
-        return _WindowStream(self._tokenizer, skipped, prompt_tail, skip_special_tokens)
+        return _WindowStream(self._tokenizer, skipped, prompt_tail, skip_special_tokens and not kept)
 
     def _lookup(self, token_id: int) -> bytes:
         token = self._tokenizer.id_to_token(token_id)

@@ -19,6 +19,10 @@ MAX_STOPS = 4
 MAX_STOP_CHARS = 1024
 MAX_STOP_TOKEN_IDS = 128
 MAX_LOGIT_BIAS = 1024
+MAX_BAD_WORDS = 256
+MAX_BAD_WORD_CHARS = 256
+MAX_ALLOWED_IDS = 65_536
+MAX_PROMPT_LOGPROBS = 20
 MAX_CHAT_TOP_LOGPROBS = 20
 MAX_COMPLETION_LOGPROBS = 5
 MAX_SALT_CHARS = 256
@@ -31,34 +35,19 @@ def _off(value: Any) -> bool:
     return value is None or value is False or value == [] or value == {} or value == ""
 
 
-def _is_text(value: Any) -> bool:
-    return value is None or (isinstance(value, dict) and value.get("type") == "text")
-
-
-_STRUCTURED = "this worker does not constrain its output to a format or grammar"
-
 # Field -> (the values that ask for nothing special, why the others are refused)
 REFUSED: dict[str, tuple[Harmless, str]] = {
-    "response_format": (_is_text, _STRUCTURED),
-    "structured_outputs": (_off, _STRUCTURED),
-    "guided_json": (_off, _STRUCTURED),
-    "guided_regex": (_off, _STRUCTURED),
-    "guided_choice": (_off, _STRUCTURED),
-    "guided_grammar": (_off, _STRUCTURED),
     "functions": (_off, "use `tools`"),
     "function_call": (lambda value: value in (None, "none"), "use `tool_choice`"),
     "audio": (_off, "this model reads and writes text only"),
     "modalities": (lambda value: value in (None, [], ["text"]), "this model reads and writes text only"),
     "web_search_options": (_off, "this worker can't search the web"),
-    "echo": (_off, "the prompt can't be repeated in the answer"),
     "suffix": (_off, "this worker does not fill in the middle of a text"),
-    "prompt_logprobs": (_off, "log probabilities of the prompt are not computed"),
     "prompt_embeds": (_off, "prompts are text or token ids"),
     "use_beam_search": (_off, "beam search is not available"),
     "truncate_prompt_tokens": (_off, "prompts are not truncated; send fewer tokens"),
     "chat_template": (_off, "the model's own chat template is used"),
     "logits_processors": (_off, "only the sampling parameters are available"),
-    "bad_words": (_off, "use `logit_bias`"),
 }
 
 
@@ -87,7 +76,6 @@ def check_generation(request: GenerationRequest) -> None:
     _between("seed", request.seed, -(2**63), 2**63 - 1)
     _between("presence_penalty", request.presence_penalty, -2, 2)
     _between("frequency_penalty", request.frequency_penalty, -2, 2)
-    _between("max_tokens", request.max_tokens, 1, 2**31 - 1)
     _between("min_tokens", request.min_tokens, 0, 2**31 - 1)
     if request.repetition_penalty is not None and not 0 < request.repetition_penalty <= 100:
         raise invalid("repetition_penalty", "`repetition_penalty` must be above 0 and at most 100.")
@@ -97,38 +85,39 @@ def check_generation(request: GenerationRequest) -> None:
         raise invalid("cache_salt", f"`cache_salt` must have 1 to {MAX_SALT_CHARS} characters.")
     if request.logit_bias is not None and len(request.logit_bias) > MAX_LOGIT_BIAS:
         raise invalid("logit_bias", f"`logit_bias` may name at most {MAX_LOGIT_BIAS} tokens.")
+    _check_word_lists(request)
+    _between("prompt_logprobs", request.prompt_logprobs, 0, MAX_PROMPT_LOGPROBS)
+    if request.prompt_logprobs is not None and request.stream:
+        raise invalid("prompt_logprobs", "`prompt_logprobs` come with whole answers only; leave `stream` out.")
     if request.stop_token_ids is not None and len(request.stop_token_ids) > MAX_STOP_TOKEN_IDS:
         raise invalid("stop_token_ids", f"`stop_token_ids` may name at most {MAX_STOP_TOKEN_IDS} tokens.")
 
 
+def _check_word_lists(request: GenerationRequest) -> None:
+    words, ids = request.bad_words or [], request.allowed_token_ids
+    if len(words) > MAX_BAD_WORDS or not all(0 < len(word) <= MAX_BAD_WORD_CHARS for word in words):
+        raise invalid(
+            "bad_words", f"`bad_words` may hold {MAX_BAD_WORDS} words of 1 to {MAX_BAD_WORD_CHARS} characters."
+        )
+    if ids is not None and not 0 < len(ids) <= MAX_ALLOWED_IDS:
+        raise invalid("allowed_token_ids", f"`allowed_token_ids` must hold 1 to {MAX_ALLOWED_IDS} token ids.")
+
+
 def check_chat(request: ChatRequest) -> None:
     check_generation(request)
+    _between("max_tokens", request.max_tokens, 1, 2**31 - 1)
     _between("max_completion_tokens", request.max_completion_tokens, 1, 2**31 - 1)
     if not 1 <= len(request.messages) <= MAX_MESSAGES:
         raise invalid("messages", f"`messages` must hold 1 to {MAX_MESSAGES} messages.")
     _between("top_logprobs", request.top_logprobs, 0, MAX_CHAT_TOP_LOGPROBS)
     if request.top_logprobs and not request.logprobs:
         raise invalid("top_logprobs", "`top_logprobs` needs `logprobs` to be true.")
-    _check_tools(request)
-
-
-def _check_tools(request: ChatRequest) -> None:
-    """Tools are shown to the model only where the client wants no call: calls are not parsed out of the text here."""
-    choice = request.tool_choice
-    if choice not in (None, "none", "auto"):
-        if not request.tools:
-            raise invalid("tool_choice", "`tool_choice` needs `tools`.")
-        raise unsupported("tool_choice", "this worker can't force a tool call")
-    if request.tools and choice != "none":
-        raise unsupported(
-            "tools",
-            "this worker does not parse tool calls out of the answer; leave `tools` out, or set `tool_choice` to "
-            '"none" to show them to the model and get its answer as text',
-        )
 
 
 def check_completion(request: CompletionRequest) -> None:
     check_generation(request)
+    # Nothing generated is of use only for the prompt itself, with its log probabilities.
+    _between("max_tokens", request.max_tokens, 0 if request.echo else 1, 2**31 - 1)
     _between("logprobs", request.logprobs, 0, MAX_COMPLETION_LOGPROBS)
     n = request.n or 1
     if request.best_of is not None and request.best_of != n:
