@@ -5,15 +5,20 @@ Any of these waits may have to end early: the client left, the phase took too lo
 gone. The guard cancels the task once, with a reason, and the task turns the CancelledError back into `Interrupted`
 with `guard.translate`. A cancellation with no reason of the guard's comes from outside (a forced shutdown).
 
-There is one timer a request. Moving its deadline later (each chunk of a stream does) is one attribute write; the timer
-finds out when it fires and sleeps on. Interrupts arrive only from callbacks, so never while the task itself runs:
+Timers of their own would be a tenth of what a request costs, and nearly all are cancelled. So all guards of a loop
+share a wheel: time in ticks, for each tick the guards that want to be looked at then, and one real timer for the next
+tick in use. Moving a deadline later (each chunk of a stream does) is one attribute write; the guard finds out when it
+is looked at, and takes a place further on. Interrupts arrive only from callbacks, so never while the task itself runs:
 after `close()` in the task none can come.
 """
 
 from __future__ import annotations
 
 import asyncio
+import heapq
+import math
 from enum import StrEnum
+from weakref import WeakKeyDictionary
 
 
 class Interrupt(StrEnum):
@@ -33,6 +38,68 @@ class Interrupted(Exception):
         self.reason = reason
 
 
+TICK_S = 0.02
+
+
+class _Wheel:
+    """Guards by the tick at which they want to be looked at. Ticks left empty by closed guards pass unnoticed."""
+
+    def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
+        self._loop = loop
+        self._ticks: dict[int, set[Guard]] = {}
+        self._order: list[int] = []  # a heap of the ticks in use
+        self._timer: asyncio.TimerHandle | None = None
+        self._timer_tick = 0
+
+    def add(self, guard: Guard, at: float) -> int:
+        """Look at `guard` when `at` has come. Returns its place, for `remove`."""
+        tick = int(at / TICK_S) + 1
+        guards = self._ticks.get(tick)
+        if guards is None:
+            guards = self._ticks[tick] = set()
+            heapq.heappush(self._order, tick)
+            if self._timer is None or tick < self._timer_tick:
+                self._arm()
+        guards.add(guard)
+        return tick
+
+    def remove(self, guard: Guard, tick: int) -> None:
+        if (guards := self._ticks.get(tick)) is not None:
+            guards.discard(guard)
+
+    def _arm(self) -> None:
+        if self._timer is not None:
+            self._timer.cancel()
+        self._timer_tick = self._order[0]
+        self._timer = self._loop.call_at(self._timer_tick * TICK_S, self._turn)
+
+    def _turn(self) -> None:
+        self._timer = None
+        now = self._loop.time()
+        while self._order and self._order[0] * TICK_S <= now:
+            for guard in self._ticks.pop(heapq.heappop(self._order)):
+                guard.look(now)
+        while self._order and not self._ticks[self._order[0]]:
+            del self._ticks[heapq.heappop(self._order)]
+        if self._order:
+            self._arm()
+
+    def check_invariants(self) -> None:
+        assert sorted(self._order) == sorted(self._ticks)
+        assert (self._timer is None) == (not self._order)
+        assert self._timer is None or self._timer_tick <= self._order[0]
+
+
+_wheels: WeakKeyDictionary[asyncio.AbstractEventLoop, _Wheel] = WeakKeyDictionary()
+
+
+def _wheel_of(loop: asyncio.AbstractEventLoop) -> _Wheel:
+    wheel = _wheels.get(loop)
+    if wheel is None:
+        wheel = _wheels[loop] = _Wheel(loop)
+    return wheel
+
+
 class Guard:
     """Guards the current task until `close()`. `deadline_s` bounds the whole request, `phase` its first phase."""
 
@@ -45,8 +112,9 @@ class Guard:
         "_phase_at",
         "_reason",
         "_task",
-        "_timer",
-        "_timer_at",
+        "_tick",
+        "_tick_at",
+        "_wheel",
     )
 
     def __init__(self, deadline_s: float, phase: Interrupt | None = None, phase_s: float = 0.0) -> None:
@@ -60,14 +128,15 @@ class Guard:
         self._last_at = self._deadline_at = now + deadline_s
         self._phase = phase
         self._phase_at = now + phase_s
-        self._timer_at = self._next_at()
-        self._timer = self._loop.call_at(self._timer_at, self._on_timer)
+        self._wheel = _wheel_of(self._loop)
+        self._tick_at = self._next_at()
+        self._tick = self._wheel.add(self, self._tick_at)
 
     def enter(self, on_timeout: Interrupt, seconds: float) -> None:
         """A phase begins that may last `seconds`; it replaces the one before."""
         self._phase = on_timeout
         self._phase_at = self._loop.time() + seconds
-        if self._phase_at < self._timer_at:
+        if self._phase_at < self._tick_at:
             self._arm()
 
     def leave(self) -> None:
@@ -82,7 +151,7 @@ class Guard:
     def hurry(self, seconds: float) -> None:
         """Bring the deadline forward to `seconds` from now, until `relax`."""
         self._deadline_at = min(self._last_at, self._loop.time() + seconds)
-        if self._deadline_at < self._timer_at:
+        if self._deadline_at < self._tick_at:
             self._arm()
 
     def relax(self) -> None:
@@ -113,19 +182,23 @@ class Guard:
 
     def close(self) -> None:
         self._open = False
-        self._timer.cancel()
+        self._wheel.remove(self, self._tick)
 
     def _arm(self) -> None:
-        self._timer.cancel()
-        self._timer_at = self._next_at()
-        self._timer = self._loop.call_at(self._timer_at, self._on_timer)
+        self._wheel.remove(self, self._tick)
+        self._tick_at = self._next_at()
+        self._tick = self._wheel.add(self, self._tick_at)
 
     def _next_at(self) -> float:
         return self._deadline_at if self._phase is None else min(self._deadline_at, self._phase_at)
 
-    def _on_timer(self) -> None:
-        now = self._loop.time()
+    def look(self, now: float) -> None:
+        """The wheel has come to this guard's place."""
+        if not self._open:
+            return
         if now >= self._deadline_at:
+            # Once: what is still to do (telling the client) has phases of its own.
+            self._deadline_at = self._last_at = self._tick_at = math.inf
             self.interrupt(Interrupt.DEADLINE)
         elif self._phase is not None and now >= self._phase_at:
             self.interrupt(self._phase)

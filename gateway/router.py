@@ -109,11 +109,12 @@ class Router:
         self.fleet.apply(event)
         if self._observe is not None:
             self._observe(event)
-        if isinstance(event, Dispatched):
+        kind = type(event)
+        if kind is Dispatched:
             self.stats.num_in_flight += 1
-        elif isinstance(event, Finished | Failed):
+        elif kind is Finished or kind is Failed:
             self.stats.num_in_flight -= 1
-        if self._held and not isinstance(event, Dispatched | StatsReported):
+        if self._held and kind is not Dispatched and kind is not StatsReported:
             self._poll()
 
     def new_id(self) -> str:

@@ -8,7 +8,6 @@ allocated for it: invalid UTF-8, lone surrogates, NaN and Infinity, nesting too 
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, replace
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -20,6 +19,12 @@ Endpoint = Literal["chat", "completions", "embeddings", "tokenize", "detokenize"
 
 Spans = dict[str, tuple[int, int]]  # a top-level key -> where its value begins and ends in the body
 
+MAX_STOPS = 64
+MAX_LOGIT_BIAS = 4096
+_MAX_STOP_CHARS = 4096
+Stops = Annotated[list[Annotated[str, msgspec.Meta(max_length=_MAX_STOP_CHARS)]], msgspec.Meta(max_length=MAX_STOPS)]
+
+ShortText = Annotated[str, msgspec.Meta(max_length=4096)]
 PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
 
 
@@ -34,9 +39,18 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
     max_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31)] | None = None
     max_completion_tokens: PositiveInt | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
-    prompt_cache_key: str | None = None
-    cache_salt: str | None = None
+    prompt_cache_key: ShortText | None = None
+    cache_salt: ShortText | None = None
     add_special_tokens: bool | None = None
+    stop: Annotated[str, msgspec.Meta(max_length=_MAX_STOP_CHARS)] | Stops | None = None
+    logit_bias: Annotated[dict[str, Any], msgspec.Meta(max_length=MAX_LOGIT_BIAS)] | None = None
+    # Not looked at; read so that a number which is none (1e999) is refused here.
+    temperature: Any = None
+    top_p: Any = None
+    min_p: Any = None
+    presence_penalty: Any = None
+    frequency_penalty: Any = None
+    repetition_penalty: Any = None
 
 
 class _Chat(_Common, frozen=True, kw_only=True):
@@ -63,8 +77,7 @@ class _ModelOnly(msgspec.Struct, frozen=True, kw_only=True):
     model: str | None = None
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class ParsedRequest:
+class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What the gateway knows of a request. `body` goes to a replica: what the client sent, byte for byte, but for what
     `adds_usage` (the usage of a stream is asked for, though the client didn't) and `with_model` put in.
 
@@ -90,8 +103,10 @@ _TYPES: dict[Endpoint, Any] = {
     "tokenize": _ModelOnly,
     "detokenize": _ModelOnly,
 }
+_DECODERS = {endpoint: msgspec.json.Decoder(kind) for endpoint, kind in _TYPES.items()}
 _RAW = msgspec.json.Decoder(dict[str, msgspec.Raw])
 _ANY = msgspec.json.Decoder()
+_STREAM = re.compile(rb'"stream"[ \t\r\n]*:[ \t\r\n]*true')
 _KEY = re.compile(rb'[ \t\r\n]*"((?:[^"\\]|\\.)*)"[ \t\r\n]*:[ \t\r\n]*', re.DOTALL)
 _NEXT = re.compile(rb"[ \t\r\n]*([,}])")
 _OPEN = re.compile(rb"[ \t\r\n]*\{")
@@ -99,18 +114,14 @@ _OPEN = re.compile(rb"[ \t\r\n]*\{")
 
 def parse_request(endpoint: Endpoint, body: bytes) -> ParsedRequest:
     """Raises ApiError(400) in OpenAI's shape."""
-    data, spans = _decode(body)
-    try:
-        fields = msgspec.convert(data, _TYPES[endpoint])
-    except msgspec.ValidationError as error:
-        raise invalid_field(error, data) from None
+    fields = _fields(endpoint, body)
     if isinstance(fields, _ModelOnly):
         return ParsedRequest(endpoint=endpoint, body=body, model=fields.model)
     asks_usage = fields.stream_options is not None and bool(fields.stream_options.include_usage)
     adds_usage = bool(fields.stream) and not asks_usage
     shared: dict[str, Any] = {
         "endpoint": endpoint,
-        "body": _with_usage(body, data, spans) if adds_usage else body,
+        "body": _with_usage(body) if adds_usage else body,
         "model": fields.model,
         "stream": bool(fields.stream),
         "adds_usage": adds_usage,
@@ -147,16 +158,21 @@ def with_model(parsed: ParsedRequest, model: str) -> ParsedRequest:
     """The same request for another model, all other bytes as they are."""
     start, end = _walk(parsed.body)["model"]
     body = parsed.body[:start] + msgspec.json.encode(model) + parsed.body[end:]
-    return replace(parsed, model=model, body=body)
+    return msgspec.structs.replace(parsed, model=model, body=body)
 
 
-def _with_usage(body: bytes, data: dict[str, Any], spans: Spans) -> bytes:
+def _with_usage(body: bytes) -> bytes:
     """Ask for a stream's usage; nothing else moves, since the order of keys can matter to a prompt."""
+    is_plain = body.count(b'"stream"') == 1 and b'"stream_options"' not in body and b"\\u" not in body
+    if is_plain and (found := _STREAM.search(body)) is not None:
+        end = found.end()
+        return body[:end] + b',"stream_options":{"include_usage":true}' + body[end:]
+    spans = _walk(body)
     if "stream_options" not in spans:
         _, end = spans["stream"]
         return body[:end] + b',"stream_options":{"include_usage":true}' + body[end:]
     start, end = spans["stream_options"]
-    options = {**(data["stream_options"] or {}), "include_usage": True}
+    options = {**(_ANY.decode(body[start:end]) or {}), "include_usage": True}
     return body[:start] + msgspec.json.encode(options) + body[end:]
 
 
@@ -178,23 +194,56 @@ def _num_prompts(prompt: list[Any]) -> int:
 
 def decode_object(body: bytes) -> dict[str, Any]:
     """A JSON object that every parser reads alike, or ApiError(400)."""
-    return _decode(body)[0]
+    data = _decoded(_ANY, body)
+    if not isinstance(data, dict):
+        raise ApiError(400, "The request body must be a JSON object.")
+    _refuse_duplicates(body)
+    return data
 
 
-def _decode(body: bytes) -> tuple[dict[str, Any], Spans]:
+def _fields(endpoint: Endpoint, body: bytes) -> Any:
+    """The fields that are looked at; decode_object's checks hold for the rest of the body, too."""
+    try:
+        fields = _decoded(_DECODERS[endpoint], body)
+    except msgspec.ValidationError as error:
+        raise invalid_field(error, decode_object(body)) from None
+    if b"\\u" in body:
+        _decoded(_ANY, body)  # escapes in fields that were skipped
+    _refuse_duplicates(body)
+    return fields
+
+
+def _decoded(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
+    """Raises ApiError for what is no JSON, msgspec.ValidationError for JSON of another shape."""
     try:
         # msgspec checks the UTF-8 of strings but not of what lies between tokens; this is a pass at memory speed.
         str(body, "utf-8")
-        data = _ANY.decode(body)
+        return decoder.decode(body)
     except UnicodeDecodeError as error:
         raise ApiError(400, f"The request body is not valid UTF-8 (byte {error.start}).") from None
     except RecursionError:
         raise ApiError(400, "The request body is nested too deeply.") from None
+    except msgspec.ValidationError as error:
+        if decoder is _ANY:  # a number beyond all bounds
+            raise ApiError(400, f"The request body is not valid JSON: {error}.") from None
+        raise
     except msgspec.DecodeError as error:
         raise ApiError(400, f"The request body is not valid JSON: {error}.") from None
-    if not isinstance(data, dict):
-        raise ApiError(400, "The request body must be a JSON object.")
-    return data, _walk(body)
+
+
+def _refuse_duplicates(body: bytes) -> None:
+    """Raises ApiError(400) for a key that the top level has twice.
+
+    A key that stands once in the whole body stands once at the top. That settles nearly every body, as long as no key
+    can be spelled in two ways, which takes an escape.
+    """
+    if b"\\u" in body or b"\\/" in body:
+        _walk(body)
+        return
+    for key in _RAW.decode(body):
+        if body.count(b'"%b"' % key.encode()) != 1:
+            _walk(body)
+            return
 
 
 def _walk(body: bytes) -> Spans:
@@ -208,11 +257,11 @@ def _walk(body: bytes) -> Spans:
     raws = _RAW.decode(body)
     seen: Spans = {}
     opened = _OPEN.match(body)
-    assert opened is not None, "decode_object checked that it is an object"
+    assert opened is not None, "it was checked to be an object"
     position = opened.end()
     while len(seen) < len(raws):
         key_match = _KEY.match(body, position)
-        assert key_match is not None, "decode_object checked that it is JSON"
+        assert key_match is not None, "it was checked to be JSON"
         key = _unquote(key_match.group(1))
         value = bytes(raws[key])
         end = key_match.end() + len(value)

@@ -40,7 +40,7 @@ def chat_text(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str
 
 
 def _message(message: Any) -> str:
-    if not isinstance(message, Mapping):
+    if type(message) is not dict and not isinstance(message, Mapping):  # the first test is the cheap one
         return _json(message) + _RECORD
     text = f"{message.get('role')}{_FIELD}{_content(message.get('content'))}"
     if message.get("tool_calls"):

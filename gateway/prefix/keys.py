@@ -11,6 +11,7 @@ hits by token ids. So a fast hash is enough.
 
 from __future__ import annotations
 
+import functools
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
@@ -36,6 +37,7 @@ def text_root(kind: str, model: str, adapter: str = "", salt: str = "") -> Block
     return _root(f"text/{kind}", model, "", adapter, salt)
 
 
+@functools.lru_cache(maxsize=1024)
 def _root(*parts: str) -> BlockKey:
     # Each part with its length before it, so that no two lists of parts spell the same bytes.
     encoded = [part.encode("utf-8", "surrogatepass") for part in parts]

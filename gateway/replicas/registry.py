@@ -80,7 +80,10 @@ class Registry:
         self._clock = clock
         self._on_restart = on_restart
         self._replicas: dict[ReplicaId, Replica] = {}
-        self._model_names: frozenset[str] | None = None  # None: to be gathered anew
+        # Gathered when asked for, until something changes. Names that nobody serves are not kept: clients choose them.
+        self._model_names: frozenset[str] | None = None
+        self._ready: dict[str | None, tuple[Replica, ...]] = {}
+        self._key_spaces: dict[str, frozenset[KeySpace]] = {}
         for spec in specs:
             replica_id = ReplicaId(spec.name)
             key = spec.api_key.get_secret_value() if spec.api_key is not None else None
@@ -106,27 +109,39 @@ class Registry:
         """Models of all replicas that have joined, ready or not, sorted."""
         return sorted(self.model_names)
 
-    def ready(self, model: str | None = None) -> list[Replica]:
-        return [
-            replica
-            for replica in self._replicas.values()
-            if replica.status is ReplicaStatus.READY and (model is None or model in replica.models)
-        ]
+    def ready(self, model: str | None = None) -> tuple[Replica, ...]:
+        """The replicas that take requests (for `model`)."""
+        found = self._ready.get(model)
+        if found is None:
+            found = tuple(r for r in self._replicas.values() if _is_ready(r, model))
+            if found:
+                self._ready[model] = found
+        return found
 
     def key_spaces(self, model: str) -> frozenset[KeySpace]:
         """The key spaces in which a request for `model` needs chains: those of the replicas that may get it."""
-        return frozenset(replica.key_space for replica in self.ready(model))
+        found = self._key_spaces.get(model)
+        if found is None:
+            found = frozenset(replica.key_space for replica in self.ready(model))
+            if found:
+                self._key_spaces[model] = found
+        return found
+
+    def _changed(self) -> None:
+        self._model_names = None
+        self._ready.clear()
+        self._key_spaces.clear()
 
     def joins(self, replica: Replica, report: Report, cut: Cut) -> None:
         """The first report that names its models, or one that changes them or the cut."""
         replica.joined = True
         replica.models = report.models
-        self._model_names = None
         replica.incarnation = report.incarnation
         replica.key_space, replica.block_tokens, replica.key_mode = cut.key_space, cut.block_tokens, cut.key_mode
         replica.num_blocks = report.num_blocks
         replica.status = report.status
         replica.detail = report.detail
+        self._changed()
         self._emit(
             Joined(
                 self._clock(),
@@ -175,9 +190,14 @@ class Registry:
         level = logging.WARNING if status is ReplicaStatus.DOWN else logging.INFO
         _log.log(level, "replica %s is %s%s", replica.replica_id, status.value, f": {detail}" if detail else "")
         replica.status = status
+        self._changed()
         self._emit(StatusChanged(self._clock(), replica.replica_id, status))
 
     def check_invariants(self) -> None:
+        for model, ready in self._ready.items():
+            assert ready == tuple(r for r in self._replicas.values() if _is_ready(r, model))
+        for model, spaces in self._key_spaces.items():
+            assert spaces == frozenset(replica.key_space for replica in self.ready(model))
         for replica_id, replica in self._replicas.items():
             assert replica.replica_id == replica_id
             assert replica.joined == bool(replica.models), "a replica joins when it names its models"
@@ -188,3 +208,7 @@ class Registry:
         """Let the requests that wait there for a first token fail over."""
         for guard in list(replica.waiting):
             guard.interrupt(Interrupt.REPLICA_STUCK)
+
+
+def _is_ready(replica: Replica, model: str | None) -> bool:
+    return replica.status is ReplicaStatus.READY and (model is None or model in replica.models)
