@@ -9,12 +9,13 @@ BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TORCH := torch==2.13.0
 
-.PHONY: help install up demo test check format clean
+.PHONY: help install up demo test test-clients check format clean
 
 help:
 	@echo 'make up       a gateway and two workers on this machine, ready to call'
 	@echo 'make demo     round_robin and warm side by side'
 	@echo 'make test     every test: unit, engine, end to end'
+	@echo 'make test-clients  other clients and other versions of them, in environments of their own'
 	@echo 'make check    lint, format and types'
 	@echo 'make install  only .venv, which the others make by themselves'
 	@echo 'make clean    removes .venv and caches'
@@ -39,6 +40,9 @@ demo: install
 
 test: install
 	$(BIN)/python -m pytest $(PYTEST)
+
+test-clients: install
+	$(BIN)/python -m tests.clients.run_all
 
 check: install
 	$(BIN)/ruff check .

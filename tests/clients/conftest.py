@@ -3,6 +3,7 @@ place of both, for clients that live in an environment of their own."""
 
 from __future__ import annotations
 
+import importlib.util
 import os
 import sys
 from collections.abc import Iterator
@@ -10,6 +11,17 @@ from contextlib import contextmanager
 
 import pytest
 
+# What is not installed here is tested in its own environment (`make test-clients`).
+collect_ignore = [
+    file
+    for file, package in {
+        "test_anthropic.py": "anthropic",
+        "test_langchain.py": "langchain_openai",
+        "test_llama_index.py": "llama_index",
+        "test_litellm.py": "litellm",
+    }.items()
+    if importlib.util.find_spec(package) is None
+]
 BASE_VARIABLE = "WARMGATE_TEST_BASE"
 SCRIPTED_VARIABLE = "WARMGATE_TEST_SCRIPTED"
 

@@ -6,7 +6,7 @@ What the last user message asks for, it does:
     say X             answers X, a word a chunk
     think T | X       reasoning T, then X
     fail STATUS N     answers STATUS to this very text N times, then `fine`
-    break             sends two words, then an error event
+    break             sends a word and, when that has long gone out, an error event
     hang              sends one word, then nothing until the client leaves (GET /left counts those)
 Tools are called where there are any and no result has come yet: with `call A B`, those named; else the first one. Their
 arguments, and structured output, are the smallest value that their schema allows. Strings are "x", numbers 7.
@@ -26,6 +26,7 @@ from typing import Any
 from aiohttp import web
 
 MODEL = "scripted"
+BREAK_S = 0.3  # an error together with the first word would be a status, as nothing has gone out yet
 Json = dict[str, Any]
 
 
@@ -219,14 +220,13 @@ async def _frames(kind: str, pieces: list[Json], finish: str, verb: str, with_us
 
     if is_chat:
         yield frame({"role": "assistant", "content": ""}, None)
-    for i, piece in enumerate(pieces):
-        if verb == "break" and i == 1:
-            break
+    for piece in pieces:
         yield frame(piece, None)
         if verb == "hang":
             return
         await asyncio.sleep(0)
     if verb == "break":
+        await asyncio.sleep(BREAK_S)
         yield json.dumps({"error": {"message": "told to break", "type": "server_error", "code": 500}}).encode()
         return
     yield frame({}, finish)
