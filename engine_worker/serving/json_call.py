@@ -79,7 +79,7 @@ class JsonCall:
 
     def _events(self) -> list[Event]:
         events: list[Event] = []
-        if self._name is None or self.state == "bad":
+        if self._name is None:
             return events
         if not self.has_begun:
             self.has_begun = True

@@ -69,6 +69,7 @@ class ToolParser:
         self._call: JsonCall | None = None
         self._at_start = True
         self._after_call = False
+        self._has_content = False
         self.num_complete = 0
 
     def feed(self, text: str) -> list[Event]:
@@ -134,10 +135,11 @@ class ToolParser:
         return False
 
     def _emit(self, events: list[Event], text: str) -> None:
-        if self._after_call:
+        if self._after_call and not self._has_content:
             text = text.lstrip()
         if text:
             events.append(Content(text))
+            self._has_content = True
             self._at_start = self._after_call = False
 
     def _open(self, events: list[Event], begin: str, at: int) -> None:
