@@ -170,7 +170,14 @@ class Simulation:
         job.replica_id, job.matched_tokens, job.reason = decision.replica_id, decision.matched_tokens, decision.reason
         job.attempt += 1
         job.dispatched_at = self.clock.now
-        dispatched = events.Dispatched(self.clock.now, job.replica_id, job_id, chain, decision.matched_tokens)
+        dispatched = events.Dispatched(
+            self.clock.now,
+            job.replica_id,
+            job_id,
+            chain,
+            decision.matched_tokens,
+            session=job.trace.session,
+        )
         self._tell(job, dispatched)
         self._submit(job)
 
