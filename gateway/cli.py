@@ -117,6 +117,12 @@ def demo(context: typer.Context) -> None:
     _become("loadtest.demo", context.args)
 
 
+@app.command(context_settings={**PASS_ON, "help_option_names": []}, add_help_option=False)
+def replay(context: typer.Context) -> None:
+    """Simulate policies over a trace of your requests, in simulated time; --help tells the format."""
+    _become("loadtest.sim", context.args)
+
+
 @app.command()
 def version() -> None:
     """Print the version."""

@@ -39,7 +39,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         outcomes, label_name = simulate(options, console)
         title = f"{options.trace.name}, {_fleet_title(options)}"
-        show(_table_console(), outcomes, title, label_name)
+        show(table_console(), outcomes, title, label_name)
         if options.json:
             write_json(options.json, objects(outcomes, label_name))
         if options.plots:
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def simulate(options: argparse.Namespace, console: Console) -> tuple[list[Outcome], str]:
     """All runs that the options ask for, and what their labels are (rate, load or users)."""
-    policies = _policies(options.policies)
+    policies = check_policies(options.policies)
     setup = setup_of(options)
     label_name, loads = _loads(options, setup, console)
     tasks = [
@@ -89,7 +89,7 @@ def run_with_bar(tasks: Sequence[Task], num_processes: int, console: Console) ->
     return sorted(outcomes, key=lambda outcome: place[outcome.task])
 
 
-def _table_console() -> Console:
+def table_console() -> Console:
     """Wide enough for the table where nobody's terminal says otherwise."""
     console = Console()
     return console if console.is_terminal else Console(width=160)
@@ -154,7 +154,8 @@ def _loads(options: argparse.Namespace, setup: Setup, console: Console) -> tuple
     return "rate", [(rate, replace(setup.load, rate=rate)) for rate in rates]
 
 
-def _policies(text: str) -> list[str]:
+def check_policies(text: str) -> list[str]:
+    """The names in a list such as --policies takes. Raises ValueError, UnknownPolicy."""
     if text == "all":
         return [*policy_names(), POOLED]
     names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))

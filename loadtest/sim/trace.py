@@ -77,7 +77,6 @@ class Trace:
         flat = [request for session in self.sessions for request in session]
         return sorted(flat, key=lambda request: request.at_s) if self.timed else flat
 
-
     def fitting(self, max_model_len: int) -> Trace:
         """Without requests whose prompt and output a model of that length could not hold. A session goes on without
         them. Raises BadTrace when nothing is left."""

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from loadtest.sim import search
+from loadtest.sim import compare, search
 from loadtest.sim.cli import main
 from tests.loadtest.sim.traces import mooncake_rows, own_rows, session_rows, write
 from tests.support.processes import ROOT
@@ -22,7 +22,7 @@ REQUIRED = {
 
 def test_the_command(tmp_path: Path) -> None:
     """Several processes, seeds, loads and policies: JSON, table, bounds and pictures."""
-    trace, out, plots = write(tmp_path / "m.jsonl", mooncake_rows(60)), tmp_path / "out.json", tmp_path / "plots"
+    trace, out, plots = write(tmp_path / "m.jsonl", mooncake_rows(40)), tmp_path / "out.json", tmp_path / "plots"
     command = [
         *(sys.executable, "-m", "loadtest.sim", "--trace", str(trace), "--policies", "round_robin,warm,pooled"),
         *("--replicas", "2", "--gpu", "h100", "--blocks", "60", "--rate", "2,4", "--seeds", "2", "--jobs", "2"),
@@ -34,7 +34,7 @@ def test_the_command(tmp_path: Path) -> None:
     assert len(rows) == 3 * 2 * 2
     for row in rows:
         assert row.keys() >= REQUIRED
-        assert row["num_requests"] == 60
+        assert row["num_requests"] == 40
         assert row["hit_ratio"] <= row["bound_infinite_hit_ratio"] + 1e-9
         assert row["bound_lru_hit_ratio"] <= row["bound_belady_hit_ratio"] <= row["bound_infinite_hit_ratio"]
     assert [(row["policy"], row["seed"], row["load"]) for row in rows[:2]] == [("pooled", 1, 2.0), ("pooled", 2, 2.0)]
@@ -51,6 +51,36 @@ def run(tmp_path: Path, *arguments: str) -> list[dict[str, object]]:
     assert main([*arguments, "--json", str(out), "--jobs", "1"]) == 0
     found: list[dict[str, object]] = json.loads(out.read_text())
     return found
+
+
+def test_warmgate_replay(tmp_path: Path) -> None:
+    """A user's own trace, by the product's command."""
+    trace = write(tmp_path / "mine.jsonl", own_rows(20))
+    command = [sys.executable, "-m", "gateway.cli", "replay", "--trace", str(trace), "--policies", "warm,round_robin"]
+    done = subprocess.run(
+        [*command, "--replicas", "2", "--gpu", "l4", "--jobs", "1"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+    assert done.returncode == 0, done.stderr
+    assert "mine.jsonl, 2 x l4" in done.stdout
+
+
+def test_a_comparison_over_both_traces(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    write(tmp_path / compare.SCENARIOS["conversation"].file, mooncake_rows(40))
+    write(tmp_path / compare.SCENARIOS["agents"].file, session_rows(10))
+    out = tmp_path / "out.json"
+    flags = ["--traces", str(tmp_path), "--policies", "least_loaded,pooled", "--seeds", "1", "--jobs", "1"]
+    assert compare.main([*flags, "--json", str(out)]) == 0
+    rows = json.loads(out.read_text())
+    assert {(row["scenario"], row["policy"]) for row in rows} == {
+        (scenario, policy) for scenario in ("conversation", "agents") for policy in ("least_loaded", "pooled")
+    }
+    assert "gap closed" in capsys.readouterr().out
+    assert compare.main([*flags, "--scenarios", "chess"]) == 1
+    assert "unknown scenario 'chess'" in capsys.readouterr().err
 
 
 def test_users_and_ones_own_trace(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
