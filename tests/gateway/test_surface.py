@@ -1,0 +1,127 @@
+"""What clients and browsers expect around the answers: paths, names, methods, headers and deadlines."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+from tests.gateway.harness import CHAT, Replica, gateway, until
+
+ORIGIN = "https://app.example"
+
+
+@pytest.mark.parametrize("path", ["/v1//chat/completions", "//v1/chat/completions", "/v1/v1/chat/completions"])
+async def test_paths_that_clients_put_together_badly(path: str):
+    replica = Replica()
+    async with gateway(replica) as running:
+        answer = await running.client.post(f"http://127.0.0.1:{running.port}{path}", json=CHAT)
+        assert answer.status_code == 200
+        assert replica.log.last_path == "/v1/chat/completions"
+        models = await running.client.get(f"http://127.0.0.1:{running.port}/v1//models")
+        assert [entry["id"] for entry in models.json()["data"]] == ["fake"]
+
+
+async def test_models_have_slashes_and_replicas_of_their_own():
+    one, two = Replica("org/one"), Replica("org/two")
+    async with gateway(one, two) as running:
+        for name, replica in (("org/one", one), ("org/two", two)):
+            answer = await running.client.get(f"/v1/models/{name}")
+            assert answer.json()["id"] == name
+            for _ in range(3):
+                answer = await running.chat(model=name)
+                assert answer.headers["x-warmgate-replica"] == replica.name
+        missing = await running.client.get("/v1/models/org/three")
+        assert (missing.status_code, missing.json()["error"]["code"]) == (404, "model_not_found")
+
+
+async def test_aliases():
+    one, two = Replica("one"), Replica("two")
+    aliases = {"gpt-4o": "one", "claude-*": "two", "one": "two", "dangling": "three"}
+    async with gateway(one, two, model_aliases=aliases) as running:
+        for name, replica in (("gpt-4o", one), ("claude-x", two), ("one", one)):
+            answer = await running.chat(model=name)
+            assert answer.headers["x-warmgate-replica"] == replica.name
+            assert json.loads(replica.log.last_body)["model"] == replica.worker.model
+        assert (await running.chat(model="dangling")).status_code == 404
+        listed = (await running.client.get("/v1/models")).json()["data"]
+        assert {entry["id"]: entry.get("root") for entry in listed} == {"one": None, "two": None, "gpt-4o": "one"}
+        assert (await running.client.get("/v1/models/gpt-4o")).json()["root"] == "one"
+
+
+@pytest.mark.parametrize("path", ["/v1/models", "/health", "/v1/nothing"])
+async def test_every_answer_has_an_id_and_head_is_get_without_a_body(path: str):
+    async with gateway(Replica()) as running:
+        got = await running.client.get(path, headers={"x-request-id": "mine-1"})
+        assert got.headers["x-request-id"] == "mine-1"
+        head = await running.client.head(path)
+        assert (head.status_code, head.content) == (got.status_code, b"")
+        assert head.headers["x-request-id"]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/responses", "/v1/messages"])
+async def test_other_methods_are_refused_in_openais_shape(path: str):
+    async with gateway(Replica()) as running:
+        answer = await running.client.put(path, json={})
+        assert answer.status_code == 405
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        assert (await running.client.options(path)).headers["allow"] == "POST, OPTIONS"
+
+
+async def test_pages_of_allowed_origins_may_call():
+    async with gateway(Replica(), allowed_origins=[ORIGIN]) as running:
+        asked = {
+            "access-control-request-method": "POST",
+            "access-control-request-headers": "authorization,x-stainless-os",
+        }
+        preflight = await running.client.options("/v1/chat/completions", headers={"origin": ORIGIN, **asked})
+        assert preflight.status_code == 200
+        assert preflight.headers["access-control-allow-origin"] == ORIGIN
+        assert "x-stainless-os" in preflight.headers["access-control-allow-headers"]
+        for stream in (False, True):
+            headers = {"origin": ORIGIN}
+            answer = await running.client.post("/v1/chat/completions", json={**CHAT, "stream": stream}, headers=headers)
+            assert answer.headers["access-control-allow-origin"] == ORIGIN
+            assert "x-request-id" in answer.headers["access-control-expose-headers"].lower()
+        foreign = await running.client.post(
+            "/v1/chat/completions", json=CHAT, headers={"origin": "https://evil.example"}
+        )
+        assert "access-control-allow-origin" not in foreign.headers
+
+
+async def test_no_page_may_call_unless_told_so():
+    async with gateway(Replica()) as running:
+        answer = await running.client.post("/v1/chat/completions", json=CHAT, headers={"origin": ORIGIN})
+        assert "access-control-allow-origin" not in answer.headers
+
+
+class TestPatience:
+    """The client says how long it waits; nobody works for it after that."""
+
+    @pytest.mark.parametrize("name", ["x-stainless-read-timeout", "x-stainless-timeout"])
+    @pytest.mark.parametrize("stream", [False, True])
+    async def test_it_is_the_deadline_of_the_first_byte(self, name: str, stream: bool):
+        replica = Replica()
+        async with gateway(replica) as running:
+            replica.play(fault="stall")
+            body = {**CHAT, "stream": stream}
+            answer = await running.client.post("/v1/chat/completions", json=body, headers={name: "0.3"})
+            assert answer.status_code == 504
+            assert answer.headers["x-should-retry"] == "false"
+            assert answer.json()["error"]["code"] == "timeout"
+            await until(lambda: replica.log.num_aborted == 1)
+            assert replica.log.num_started == 1
+
+    async def test_a_stream_that_has_begun_may_take_longer(self):
+        replica = Replica()
+        async with gateway(replica) as running:
+            replica.play(num_tokens=8, token_s=0.1)
+            headers = {"x-stainless-read-timeout": "0.5"}
+            answer = await running.client.post("/v1/chat/completions", json={**CHAT, "stream": True}, headers=headers)
+            assert b"[DONE]" in answer.content
+
+    @pytest.mark.parametrize("value", ["", "soon", "-1", "0", "inf", "nan"])
+    async def test_what_is_no_time_is_ignored(self, value: str):
+        async with gateway(Replica()) as running:
+            headers = {"x-stainless-read-timeout": value}
+            assert (await running.client.post("/v1/chat/completions", json=CHAT, headers=headers)).status_code == 200
