@@ -96,7 +96,7 @@ async def test_the_chains_are_those_of_the_equal_chat(mode: str) -> None:
             return (await service.chains(source, [space.key_space]))[space.key_space]
 
         previous: tuple[int, ...] = ()
-        for num_turns in range(1, len(CHAT_TURNS) + 1):
+        for num_turns in (1, 3, 5):  # those that end with something to answer
             expected = await chain(chat_body(num_turns))
             assert len(expected.keys) >= 2
             assert await chain(messages_body(num_turns)) == expected
