@@ -3,6 +3,19 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from types import MappingProxyType
+
+# What a client's grammar may cost, as llguidance's LLParserLimits: checked in the API process, enforced in the engine.
+# The lexer's fuel bounds the time: a schema of 80 kB passes, and "a" repeated 9 to the power of 6 times, which takes
+# seconds under llguidance's own limits, takes a tenth of one.
+GRAMMAR_LIMITS = MappingProxyType(
+    {
+        "initial_lexer_fuel": 200_000,
+        "step_lexer_fuel": 100_000,
+        "max_lexer_states": 100_000,
+        "max_grammar_size": 200_000,
+    }
+)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

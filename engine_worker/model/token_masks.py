@@ -9,8 +9,8 @@ A matcher follows `request.output_ids`, whatever happened to the request in betw
 where it stood. Where output was taken back (a speculated token that was refused) it rolls back to the common beginning.
 
 The matcher's first sight of a grammar costs from below a millisecond to some ten; compiled grammars are kept and copied
-for the next request, a copy costs microseconds. What a grammar may cost is bounded (LIMITS): beyond, the request fails
-alone with a sentence.
+for the next request, a copy costs microseconds. What a grammar may cost is bounded (config.GRAMMAR_LIMITS and
+llguidance's own limits): beyond, the request fails alone with a sentence.
 """
 
 from __future__ import annotations
@@ -26,16 +26,12 @@ import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from torch import Tensor
 
+from engine_worker.config import GRAMMAR_LIMITS
 from engine_worker.core.types import Request
 from engine_worker.model.errors import GrammarFailed
 
 MAX_COMPILED = 128  # grammars kept for the next request that brings them
 MAX_COMPILED_CHARS = 8_000_000  # and their size in all, as text
-
-
-def limits() -> LLParserLimits:
-    """llguidance's own, but for the work of one mask, which stands in everybody's way: some 10 ms at most."""
-    return LLParserLimits(max_lexer_states=100_000, max_grammar_size=200_000, verbose_errors=False)
 
 
 class _State:
@@ -69,6 +65,7 @@ class TokenMasks:
         self._tokenizer = LLTokenizer(
             tokenizer_json, n_vocab=vocab_size, eos_token=self._eos or [_some_special_id(tokenizer_json)]
         )
+        self._limits = LLParserLimits(**GRAMMAR_LIMITS, verbose_errors=False)
         self._compiled: OrderedDict[str, LLMatcher] = OrderedDict()
         self._compiled_chars = 0
         self._states: dict[str, _State] = {}
@@ -141,7 +138,7 @@ class TokenMasks:
     def _matcher(self, grammar: str) -> LLMatcher:
         compiled = self._compiled.get(grammar)
         if compiled is None:
-            compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=limits())
+            compiled = LLMatcher(self._tokenizer, grammar, log_level=0, limits=self._limits)
             _check(compiled)
             self._compiled[grammar] = compiled
             self._compiled_chars += len(grammar)

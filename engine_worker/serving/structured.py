@@ -17,6 +17,7 @@ from typing import Any
 
 import msgspec
 
+from engine_worker.config import GRAMMAR_LIMITS
 from engine_worker.contract.errors import ApiError
 from engine_worker.serving.requests import GenerationRequest
 from engine_worker.serving.validation import invalid, unsupported
@@ -124,7 +125,8 @@ def compiled(field: str, kind: str, text: str) -> str:
             grammar = LLMatcher.grammar_from_regex(text)
         else:
             grammar = LLMatcher.grammar_from_lark(text)
-        is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, None, limits=LLParserLimits())
+        limits = LLParserLimits(**GRAMMAR_LIMITS)
+        is_error, messages = LLMatcher.validate_grammar_with_warnings(grammar, None, limits=limits)
     except Exception as error:
         is_error, messages = True, [str(error)]
     if is_error:

@@ -77,11 +77,9 @@ class ToolPlanner:
 
     def __init__(self, renderer: PromptRenderer) -> None:
         self._style = call_style(renderer.bundle.chat_template, renderer.knows_tools)
-        self._special = {
-            token.content: token_id
-            for token_id, token in renderer.tokenizer.get_added_tokens_decoder().items()
-            if token.special
-        }
+        added = renderer.tokenizer.get_added_tokens_decoder()
+        self._added = {token.content: token_id for token_id, token in added.items()}
+        self._special = {token.content: token_id for token_id, token in added.items() if token.special}
 
     @property
     def special_marks(self) -> frozenset[int]:
@@ -118,8 +116,8 @@ class ToolPlanner:
         return use, ""
 
     def _mark(self, text: str) -> str:
-        """A mark in Lark: by its id where it is a special token, which no text can spell."""
-        token_id = self._special.get(text)
+        """A mark in Lark: by its id where it is a token of its own, which to llguidance no text can spell."""
+        token_id = self._added.get(text)
         return json.dumps(text) if token_id is None else f"<[{token_id}]>"
 
 
@@ -129,7 +127,7 @@ class _Calls:
     def __init__(self, style: CallStyle, functions: list[Function], most: int, mark: Callable[[str], str]) -> None:
         self._style = style
         self._functions = functions
-        self._more = f"{{0,{most - 1}}}"
+        self._num_more = most - 1
         self._mark = mark
 
     def only(self) -> str:
@@ -167,7 +165,11 @@ class _Calls:
             return f"{self._mark(style.begin)} {self._inner()}"
         begin = "" if style.is_bare else self._mark(style.begin)
         joint = '"; "' if style.is_bare else r'"\n"'
-        return f"{begin} {self._inner()} ({joint} {begin} {self._inner()}){self._more}"
+        one = f"{begin} {self._inner()}"
+        return f"{one} {self._more(f'{joint} {one}')}"
+
+    def _more(self, rule: str) -> str:
+        return f"({rule}){{0,{self._num_more}}}" if self._num_more else ""
 
     def _inner(self) -> str:
         """What stands behind a mark: one call (or a list of them) and what closes it."""
@@ -175,7 +177,8 @@ class _Calls:
         if style.is_named:
             return "call"
         if style.is_list:
-            return f'"[" call (", " call){self._more} "]"'
+            more = self._more('", " call')
+            return f'"[" call {more} "]"'
         if style.is_bare:
             return "call"
         return rf'"\n" call "\n" {self._mark(style.end)}'

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from typing import Any
 
 import pytest
@@ -70,7 +71,9 @@ CASES: dict[str, tuple[CallStyle, str, str, list[Any]]] = {
     "text, then calls": (HERMES, f"Let me see.\n\n{hermes(*ADD)}\n{hermes(*NOW)}\n", "Let me see.", [ADD, NOW]),
     "text between and behind": (HERMES, f"{hermes(*ADD)} so {hermes(*NOW)} done", "so done", [ADD, NOW]),
     "calls without an end mark": (HERMES, f"<tool_call>{llama(*ADD)}{hermes(*NOW)}", "", [ADD, NOW]),
-    "arguments first": (HERMES, '<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>', "", [("add", {"a": 1})]),
+    "arguments first": (
+        HERMES, '<tool_call>{"arguments": {"a": 1}, "name": "add"}</tool_call>', "", [("add", {"a": 1})]
+    ),
     "arguments in a string": (
         HERMES, '<tool_call>{"name": "add", "arguments": "{\\"a\\": 1}"}</tool_call>', "", [("add", {"a": 1})]
     ),
@@ -89,8 +92,12 @@ CASES: dict[str, tuple[CallStyle, str, str, list[Any]]] = {
     "llama with its mark": (LLAMA, f"<|python_tag|>{llama(*ADD)}", "", [ADD]),
     "llama answers in json": (LLAMA, '{"answer": {"name": "add"}}', '{"answer": {"name": "add"}}', []),
     "llama speaks of json": (LLAMA, f"It is {llama(*ADD)}", f"It is {llama(*ADD)}", []),
-    "mistral": (MISTRAL, f'[TOOL_CALLS] [{json.dumps({"name": "add", "arguments": ADD[1]})}, {{"name": "now"}}]', "", [ADD, NOW]),
-    "mistral's names": (MISTRAL_NAMED, '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]now[ARGS]{}', "", [("add", {"a": 1}), NOW]),
+    "mistral": (
+        MISTRAL, '[TOOL_CALLS] [{"name": "add", "arguments": {"a": 1}}, {"name": "now"}]', "", [("add", {"a": 1}), NOW]
+    ),
+    "mistral's names": (
+        MISTRAL_NAMED, '[TOOL_CALLS]add[ARGS]{"a": 1}[TOOL_CALLS]now[ARGS]{}', "", [("add", {"a": 1}), NOW]
+    ),
     "mistral without a mark between": (MISTRAL_NAMED, '[TOOL_CALLS]add{"a": 1}', "", [("add", {"a": 1})]),
 }  # fmt: skip
 
@@ -132,8 +139,11 @@ def test_arguments_are_passed_on_as_they_come() -> None:
 
 
 SNIPPETS = st.sampled_from(
-    [hermes(*ADD), hermes(*NOW), hermes("rm", {}), XML, "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[", "{", "}"]
-    + ["<|python_tag|>", '{"name": "now"}', '"name"', ": ", "\n", " text ", "é😀", "add[ARGS]{}", "<function=add>", '"']
+    [
+        *(hermes(*ADD), hermes(*NOW), hermes("rm", {}), XML, "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "[", "{"),
+        *("<|python_tag|>", '{"name": "now"}', '"name"', ": ", "\n", " text ", "é😀", "add[ARGS]{}", "<function=add>"),
+        *("}", '"'),
+    ]
 )
 
 
@@ -145,7 +155,7 @@ SNIPPETS = st.sampled_from(
 def test_any_text_cut_anywhere(style: CallStyle, snippets: list[str], cuts: list[int]) -> None:
     text = "".join(snippets)
     places = [0, *sorted(min(cut, len(text)) for cut in cuts), len(text)]
-    pieces = [text[start:end] for start, end in zip(places, places[1:], strict=False)]
+    pieces = [text[start:end] for start, end in pairwise(places)]
     whole, parser = events_of(style, [text])
     cut, other = events_of(style, pieces)
     assert cut == whole
