@@ -5,8 +5,9 @@ lru       one cache of all replicas' blocks; the least recently used goes, of on
 belady    the same size, and what goes is what is needed again last (never again first): no rule evicts better
 
 All three count what a prefix cache can use: the leading blocks that are there, no more than leaves one token to
-compute. Requests follow each other without overlapping, their outputs take no room, and a prompt larger than the cache
-holds what fits of it. They are bounds on hits, not on seconds; the pooled simulation is the one on seconds.
+compute. Requests follow each other without overlapping, answers take room only where a later prompt is known to hold
+them, and a prompt larger than the cache holds what fits of it. They are bounds on hits, not on seconds; the pooled
+simulation is the one on seconds.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ class Bounds:
 
 def bounds(requests: Sequence[TraceRequest], book: PromptBook, num_blocks: int, block_tokens: int) -> Bounds:
     """For `requests` in this order and one cache of `num_blocks`."""
-    prompts = [book.names(request.block_ids) for request in requests]
+    prompts = [book.names(request.block_ids + request.output_block_ids) for request in requests]
     total = sum(request.num_prompt_tokens for request in requests)
-    most = [(request.num_prompt_tokens - 1) // block_tokens for request in requests]
+    most = [min((r.num_prompt_tokens - 1) // block_tokens, len(r.block_ids)) for r in requests]
     if not total:
         return Bounds(0.0, 0.0, 0.0)
 

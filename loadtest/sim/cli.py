@@ -124,6 +124,7 @@ def setup_of(options: argparse.Namespace) -> Setup:
         objective=Objective(options.ttft_objective, options.tpot_objective),
         limit=options.requests,
         max_model_len=options.max_model_len,
+        reuse_outputs=options.reuse_outputs,
     )
 
 
@@ -199,6 +200,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--policies", default=DEFAULT_POLICIES, help=f"names, or all (default {DEFAULT_POLICIES})")
     p.add_argument("--requests", type=int, help="read only so many requests of the trace")
     p.add_argument("--max-model-len", type=int, help="leave out requests of more tokens (prompt and output)")
+    p.add_argument("--reuse-outputs", action="store_true", help="later prompts hit the blocks that answers filled")
     fleet = p.add_argument_group("fleet")
     fleet.add_argument("--replicas", type=int, default=8)
     fleet.add_argument("--gpu", default="h100", help="l4, a100, h100, h200, or a mixed fleet: h100:4,l4:4")

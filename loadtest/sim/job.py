@@ -23,13 +23,15 @@ class JobStatus(StrEnum):
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """`user`: index of the closed-loop client that waits for it, or -1. Times are None until they happen."""
+    """`names`: of the prompt's blocks; `output_names`: of those its answer fills, where known. `user`: index of the
+    closed-loop client that waits for it, or -1. Times are None until they happen."""
 
     job_id: str
     trace: TraceRequest
     names: Sequence[BlockName]
     arrived_at: float
     user: int = -1
+    output_names: Sequence[BlockName] = ()
     gateway: int = 0
     replica_id: ReplicaId | None = None
     attempt: int = 0

@@ -90,7 +90,8 @@ def key_of(block_hash: bytes) -> BlockKey:
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class SimRequest(Request):
-    """A request whose tokens are only counted. `names`: of the prompt's full blocks."""
+    """A request whose tokens are only counted. `names`: of the prompt's full blocks, and then of those that the answer
+    fills, where they are somebody's prompt later."""
 
     names: Sequence[BlockName]
 
@@ -110,9 +111,13 @@ class SimKVCacheManager(KVCacheManager):
 
     def known_names(self, request: Request) -> tuple[list[BlockHash], list[tuple[int, ...]]]:
         assert isinstance(request, SimRequest)
-        return [name.block_hash for name in request.names], [name.token_ids for name in request.names]
+        names = request.names[: len(request.prompt_ids) // self.block_size]
+        return [name.block_hash for name in names], [name.token_ids for name in names]
 
     def name_block(self, request: Request, index: int, parent: BlockHash) -> tuple[BlockHash, tuple[int, ...]]:
-        """A block with output in it: nobody else's."""
+        """A block with output in it: a later prompt's, or nobody else's."""
+        assert isinstance(request, SimRequest)
+        if index < len(request.names):
+            return request.names[index].block_hash, request.names[index].token_ids
         tail = f"{request.request_id}/{index}".encode()
         return BlockHash(hashlib.sha256(parent + tail).digest()), (OUTPUT_ID, index)

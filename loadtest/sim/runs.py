@@ -17,6 +17,7 @@ from typing import Any
 
 from loadtest.sim.bounds import Bounds, bounds
 from loadtest.sim.figures import Figures, figures
+from loadtest.sim.outputs import with_outputs
 from loadtest.sim.pooled import NAME as POOLED
 from loadtest.sim.pooled import PooledSimulation
 from loadtest.sim.prompts import PromptBook
@@ -48,17 +49,18 @@ class Outcome:
 
 Progress = Callable[[int, float], None]  # (index of the task, share of it done)
 
-_traces: dict[tuple[Path, int | None, int | None], tuple[Trace, PromptBook]] = {}
+_traces: dict[tuple[Path, int | None, int | None, bool], tuple[Trace, PromptBook]] = {}
 _told: Any = None  # the queue of this process's news
 
 
 def run(task: Task, progress: Callable[[float], None] | None = None) -> Outcome:
     """In this process. Raises BadTrace, UnknownPolicy, ValueError."""
     setup = task.setup
-    where = (setup.trace, setup.limit, setup.max_model_len)
+    where = (setup.trace, setup.limit, setup.max_model_len, setup.reuse_outputs)
     if where not in _traces:
         _traces.clear()
-        _traces[where] = (read_trace(*where), PromptBook())
+        trace = read_trace(setup.trace, setup.limit, setup.max_model_len)
+        _traces[where] = (with_outputs(trace) if setup.reuse_outputs else trace, PromptBook())
     trace, book = _traces[where]
     kind = PooledSimulation if task.policy == POOLED else Simulation
     simulation = kind(setup, trace, book, task.policy, task.seed)

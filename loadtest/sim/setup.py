@@ -80,7 +80,7 @@ class Objective:
 @dataclass(frozen=True, slots=True)
 class Setup:
     """One simulation but for policy and seed. `limit`: requests of the trace that are read; those longer than
-    `max_model_len` (prompt and output) are left out."""
+    `max_model_len` (prompt and output) are left out. `reuse_outputs`: see outputs.py."""
 
     trace: Path
     fleet: Fleet
@@ -89,4 +89,5 @@ class Setup:
     objective: Objective = field(default_factory=Objective)
     limit: int | None = None
     max_model_len: int | None = None
+    reuse_outputs: bool = False
     fast_forward: bool = True

@@ -145,6 +145,8 @@ class Simulation:
         number = len(self.jobs)
         names = self._book.names(request.block_ids, request.session if user >= 0 else None)
         job = Job(str(number), request, names, self.clock.now, user)
+        if request.output_block_ids:
+            job.output_names = self._book.names(request.block_ids + request.output_block_ids)[len(names) :]
         job.gateway = number % self.setup.conditions.gateways
         self.jobs.append(job)
         self._num_open += 1
@@ -299,5 +301,5 @@ def sim_request(job: Job, arrival_s: float | None = None) -> SimRequest:
         prompt_ids=range(job.trace.num_prompt_tokens),  # type: ignore[arg-type]
         params=SamplingParams(max_tokens=job.trace.num_output_tokens),
         arrival_s=job.arrived_at if arrival_s is None else arrival_s,
-        names=job.names,
+        names=[*job.names, *job.output_names] if job.output_names else job.names,
     )

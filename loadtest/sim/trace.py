@@ -47,6 +47,8 @@ class TraceRequest:
     at_s      seconds from the trace's start (of its session, where sessions are what the trace records)
     tick_s    the request came somewhere in at_s .. at_s + tick_s
     think_s   seconds between the session's previous answer and this request
+    output_block_ids
+              the blocks that its answer fills, where a later prompt is known to hold them (outputs.py)
     """
 
     session: str
@@ -56,6 +58,7 @@ class TraceRequest:
     num_output_tokens: int
     block_ids: tuple[int, ...]
     tick_s: float = 0.0
+    output_block_ids: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
