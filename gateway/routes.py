@@ -13,8 +13,10 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from engine_worker.contract.errors import ApiError
+from gateway.admin import admin_routes
 from gateway.answer import request_id
 from gateway.observe.metrics import CONTENT_TYPE
+from gateway.openapi import document
 
 if TYPE_CHECKING:
     from gateway.app import Gateway
@@ -23,6 +25,7 @@ if TYPE_CHECKING:
 def cold_routes(gateway: Gateway) -> Starlette:
     """A starlette application over `gateway`'s state."""
     started = int(time.time())
+    described = msgspec.json.encode(document())
 
     def model_entry(name: str, model: str) -> dict[str, object]:
         root = {"root": model} if model != name else {}
@@ -87,7 +90,11 @@ def cold_routes(gateway: Gateway) -> Starlette:
     async def metrics(request: Request) -> Response:
         return Response(gateway.metrics.render(), media_type=CONTENT_TYPE)
 
+    async def openapi(request: Request) -> Response:
+        return Response(described, media_type="application/json")
+
     routes = [
+        Route("/openapi.json", openapi),
         Route("/v1/models", models),
         Route("/models", models),
         Route("/v1/models/{model:path}", model),
@@ -96,6 +103,7 @@ def cold_routes(gateway: Gateway) -> Starlette:
         Route("/health", health),
         Route("/ready", ready),
         Route("/metrics", metrics),
+        *admin_routes(gateway),
     ]
     return Starlette(routes=routes, exception_handlers={ApiError: _api_error, HTTPException: _http_error})
 

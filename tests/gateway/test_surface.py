@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
+from gateway.app import HOT_ROUTES
 from tests.gateway.harness import CHAT, Replica, gateway, until
 
 ORIGIN = "https://app.example"
@@ -125,3 +127,22 @@ class TestPatience:
         async with gateway(Replica()) as running:
             headers = {"x-stainless-read-timeout": value}
             assert (await running.client.post("/v1/chat/completions", json=CHAT, headers=headers)).status_code == 200
+
+
+async def test_the_published_document_describes_what_is_served():
+    """Every hot route and every documented path is there on both sides; examples of answers fit their schemas."""
+    replica = Replica()
+    async with gateway(replica) as running:
+        answer = await running.client.get("/openapi.json")
+        described = answer.json()
+        assert described["openapi"].startswith("3.1")
+        hot = {path for path in HOT_ROUTES if path.startswith("/v1/") or path.endswith("tokenize")}
+        assert hot <= set(described["paths"])
+        for path, operations in described["paths"].items():
+            for method in operations.keys() & {"get", "post"}:
+                url = path.replace("{model}", "fake").replace("{response_id}", "resp_0")
+                got = await running.client.request(method, url, **({"json": {}} if method == "post" else {}))
+                assert str(got.status_code) in operations[method]["responses"], (method, path, got.text)
+                assert got.status_code < 500
+        names = set(re.findall(r"#/components/schemas/(\w+)", answer.text))
+        assert names == set(described["components"]["schemas"])
