@@ -15,15 +15,18 @@ from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 
 from engine_worker.contract.errors import ApiError
+from gateway.admission import Admission, affordable_in_flight
 from gateway.aliases import Aliases
 from gateway.answer import Answer, Message, Receive, Scope, Send, request_id
 from gateway.config import GatewaySettings
 from gateway.exchange import Failure
 from gateway.observe.access_log import AccessLog
+from gateway.observe.lag import LoopWatch
 from gateway.observe.metrics import FleetGauges, Metrics, ReplicaGauges
 from gateway.openai.parse import Endpoint
 from gateway.prefix.service import PrefixService
 from gateway.proxy import Proxy
+from gateway.quarantine import Quarantine
 from gateway.replicas.cuts import CutMaker
 from gateway.replicas.health import Monitor
 from gateway.replicas.registry import Registry, Replica
@@ -83,10 +86,15 @@ class Gateway:
         self.fleet = FleetState(fleet_config(settings.policy))
         policy = make_policy(settings.policy)
         self.router = Router(self.fleet, policy, self.metrics, settings.seed, hold=hold_of(policy, self.fleet))
-        self.registry = Registry(settings.replicas, self.router.emit, time.monotonic, self.metrics.replica_restarted)
+        self.registry = Registry(
+            settings.replicas, self.router.emit, time.monotonic, self.metrics.replica_restarted, settings.slow_start_s
+        )
         self.router.registry = self.registry
         self.access_log = AccessLog(settings.access_log)
         self.draining = False
+        self.admission = Admission(
+            settings.max_in_flight or affordable_in_flight(), settings.max_queued, settings.queue_s
+        )
         self._cold: Starlette = cold_routes(self)
         self._proxy: Proxy | None = None
         self._counter: TokenCounter | None = None
@@ -141,6 +149,11 @@ class Gateway:
         self.router.check_model(model)
         return model
 
+    def drain(self, draining: bool) -> None:
+        """Refuse new requests from now on, or take them again."""
+        self.draining = draining
+        self.admission.is_closed = draining
+
     def listed_models(self) -> list[tuple[str, str]]:
         """Every name that may be asked for, with the model that it means."""
         served = self.registry.model_names
@@ -187,16 +200,22 @@ class Gateway:
         def on_trouble(replica: Replica, failure: Failure) -> None:
             monitor.trouble(replica, failure.kind is FailureKind.CONNECT, failure.log_text)
 
+        quarantine = Quarantine(monitor.has_died, time.monotonic)
         self._proxy = Proxy(
-            settings, self.registry, self.router, prefix, upstream, self.metrics, self.access_log, on_trouble
-        )
+            settings, self.registry, self.router, prefix, upstream, self.metrics, self.access_log, on_trouble,
+            quarantine, self.admission,
+        )  # fmt: skip
+        loop_watch = LoopWatch(self.metrics.loop_lag)
         self._counter = TokenCounter(
             prefix, self.registry, self.model_for, self._count_by_replica, settings.max_body_bytes, settings.body_s
         )
         monitor.start()
+        loop_watch.start()
         try:
             yield self
         finally:
+            loop_watch.close()
+            await quarantine.close()
             await monitor.close()
             await upstream.close()
             prefix.close()
@@ -213,7 +232,7 @@ class Gateway:
         now = time.monotonic()
         return FleetGauges(
             tuple(self._replica_gauges(replica, now) for replica in self.registry),
-            self.router.stats.num_queued,
+            self.router.stats.num_queued + self.admission.num_queued,
             self.router.stats.num_in_flight,
         )
 
@@ -231,6 +250,7 @@ class Gateway:
             stats.num_index_blocks,
             replica.key_mode,
             replica.kv_feed,
+            replica.gate.is_open,
         )
 
 

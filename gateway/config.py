@@ -96,6 +96,10 @@ class GatewaySettings(BaseSettings):
     request_s       a whole request, from its last byte read to its last byte sent
     body_s          for a client to send its request's body
     drain_s         for requests in flight after SIGTERM
+    unready_s       after SIGTERM /ready says no while requests are still taken, for balancers to look elsewhere
+    slow_start_s    over which a replica that comes back under load gets its full share again; 0: at once
+    max_in_flight   requests under way at once (0: as many as file descriptors allow); the surplus waits
+    max_queued      requests that may wait for their turn, each for `queue_s`
     model_aliases   other names for models (aliases.py): a mapping, or `alias=model,...`
     allowed_origins web pages that may call this gateway from a browser: `https://example.com,...`, or `*`
     responses_store_bytes
@@ -118,6 +122,12 @@ class GatewaySettings(BaseSettings):
     request_s: float = Field(default=1800.0, gt=0)
     body_s: float = Field(default=60.0, gt=0)
     drain_s: float = Field(default=30.0, ge=0)
+    unready_s: float = Field(default=0.0, ge=0)
+    slow_start_s: float = Field(default=10.0, ge=0)
+
+    max_in_flight: int = Field(default=0, ge=0)
+    max_queued: int = Field(default=1000, ge=0)
+    queue_s: float = Field(default=30.0, gt=0)
 
     poll_interval_s: float = Field(default=1.0, gt=0)
     poll_timeout_s: float = Field(default=2.0, gt=0)

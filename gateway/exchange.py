@@ -15,6 +15,7 @@ from gateway.upstream import RawHeaders, UpstreamError, UpstreamFailure, request
 from policies.events import FailureKind
 
 _CODES = {FailureKind.BROKEN: "replica_failed", FailureKind.TIMEOUT: "timeout"}
+_ENGINE_DIED = b'"engine_restarting"'  # the code in a bundled worker's answer then
 CLIENT_CLOSED_REQUEST = 499  # nginx's status, for metrics and the log only: nobody is there to get it
 
 
@@ -92,6 +93,13 @@ class Failure:
             retry_after_s=self.retry_after_s,
             should_retry=should_retry,
         )
+
+    @property
+    def is_suspicious(self) -> bool:
+        """The request may have brought the replica down. (An engine can die behind an API that says so.)"""
+        if self.kind is FailureKind.REJECTED:
+            return self.status == 500 or (self.body is not None and _ENGINE_DIED in self.body)
+        return self.kind is FailureKind.BROKEN
 
     @property
     def log_text(self) -> str:

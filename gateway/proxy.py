@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from engine_worker.contract.errors import ApiError
+from gateway.admission import Admission
 from gateway.aliases import Aliases
 from gateway.answer import Answer, ClientGone, Headers, Receive, Scope, Send, Watch, patience_s, read_body, request_id
 from gateway.config import GatewaySettings
@@ -27,6 +28,7 @@ from gateway.observe.record import EndState, RequestRecord
 from gateway.openai.parse import Endpoint, ParsedRequest, parse_request, with_model
 from gateway.openai.sse import SseError
 from gateway.prefix.service import PrefixService
+from gateway.quarantine import Quarantine
 from gateway.relay import Relay
 from gateway.replicas.registry import Registry, Replica
 from gateway.router import Lease, Router
@@ -53,6 +55,8 @@ class Proxy:
         metrics: Metrics,
         access_log: AccessLog,
         on_trouble: Callable[[Replica, Failure], None],
+        quarantine: Quarantine,
+        admission: Admission,
     ) -> None:
         self._settings = settings
         self._registry = registry
@@ -62,6 +66,8 @@ class Proxy:
         self._metrics = metrics
         self._access_log = access_log
         self._on_trouble = on_trouble
+        self._quarantine = quarantine
+        self._admission = admission
         self._aliases = Aliases(settings.model_aliases)
         self._num_retrying = 0
         self._relay = Relay(metrics, settings.stream_idle_s, settings.max_response_bytes, settings.max_sse_line_bytes)
@@ -91,7 +97,14 @@ class Proxy:
                 guard.hurry(patience)
             record.stream = parsed.stream
             watch.start(receive)
-            await self._serve(Exchange(record, parsed, guard, answer, scope["headers"], path))
+            exchange = Exchange(record, parsed, guard, answer, scope["headers"], path)
+            if self._quarantine.holds(path, parsed.body):
+                raise _quarantined()
+            await self._admission.enter()
+            try:
+                await self._serve(exchange)
+            finally:
+                self._admission.leave()
         except ApiError as error:
             await self._reject(record, answer, error)
         except ClientGone:
@@ -130,6 +143,9 @@ class Proxy:
                 failure = await self._attempt(exchange, lease)
                 if failure is None:
                     return
+                if failure.is_suspicious and await self._quarantine.settled(exchange.path, exchange.parsed.body):
+                    exchange.record.error = failure.log_text
+                    raise _quarantined()
                 route = replace(route, excluded=route.excluded | {lease.replica.replica_id})
                 step = self._next_step(failure, attempt, route, lease.replica)
                 if isinstance(step, GiveUp):
@@ -203,6 +219,8 @@ class Proxy:
                 replica.target(exchange.path), exchange.upstream_headers(replica.api_key), exchange.parsed.body
             )
             await self._relay.relay(exchange, lease, response)
+            if exchange.record.end is EndState.FAILED:  # the stream ended in the replica's own error event
+                self._quarantine.suspect(exchange.path, exchange.parsed.body, replica)
             return None
         except UpstreamError as error:
             failure = of_upstream(error)
@@ -225,7 +243,9 @@ class Proxy:
         """End the failed attempt's lease; what was committed ends in an error event, the rest is the caller's."""
         if not lease.is_open:  # complete, and interrupted while the last bytes were going out
             return None
-        lease.fail(failure.kind)
+        lease.fail(failure.kind, failure.upstream_status)
+        if failure.is_suspicious:
+            self._quarantine.suspect(exchange.path, exchange.parsed.body, lease.replica)
         if failure.kind in (FailureKind.CONNECT, FailureKind.BROKEN):
             self._on_trouble(lease.replica, failure)
         answer = exchange.answer
@@ -285,6 +305,14 @@ class Proxy:
             record.end_as(EndState.FAILED)
         self._metrics.ended(record)
         self._access_log.write(record)
+
+
+def _quarantined() -> ApiError:
+    message = (
+        "Two replicas died while they were at this request, so it is not given to another one. "
+        "It is refused for some minutes; a changed request is not."
+    )
+    return ApiError(422, message, code="request_quarantined", should_retry=False)
 
 
 def _sentence(message: str) -> str:

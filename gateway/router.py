@@ -13,18 +13,30 @@ import math
 import random
 import time
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from engine_worker.contract.errors import ApiError
 from gateway.observe.metrics import Metrics
 from gateway.replicas.registry import Registry, Replica
-from policies.events import Dispatched, Event, Failed, FailureKind, Finished, FirstToken, StatsReported
+from policies.events import (
+    Dispatched,
+    Event,
+    Failed,
+    FailureKind,
+    Finished,
+    FirstToken,
+    Joined,
+    StatsReported,
+    StatusChanged,
+)
 from policies.fleet import FleetState
 from policies.queue import Hold, QueueFull, RequestQueue
+from policies.retry import Outcome, is_replicas_fault
 from policies.stateful import observer_of
 from policies.types import Decision, FleetSnapshot, Policy, PrefixChain, ReplicaStatus, RouteRequest
 
 RETRY_AFTER_S = 2.0
+_COMINGS = (Joined, StatusChanged)
 
 
 class NoReplica(ApiError):
@@ -47,6 +59,8 @@ class Lease:
         self.chain = chain
         self.replica = replica
         self.dispatched_at = time.monotonic()
+        replica.num_leases += 1
+        replica.gate.dispatched()
         emit(
             Dispatched(
                 self.dispatched_at, replica.replica_id, self.request_id, chain, decision.matched_tokens,
@@ -60,22 +74,33 @@ class Lease:
 
     def first_token(self, cached_tokens: int | None) -> None:
         assert self._open, f"{self.request_id} has ended"
-        self._emit(FirstToken(time.monotonic(), self.replica.replica_id, self.request_id, cached_tokens))
+        now = time.monotonic()
+        self.replica.gate.succeeded(now)
+        self._emit(FirstToken(now, self.replica.replica_id, self.request_id, cached_tokens))
 
     def finish(self, num_output_tokens: int, cached_tokens: int | None, num_prompt_tokens: int | None) -> None:
+        now = time.monotonic()
+        self.replica.gate.succeeded(now)
         self._end(
             Finished(
-                time.monotonic(), self.replica.replica_id, self.request_id, num_output_tokens, cached_tokens,
+                now, self.replica.replica_id, self.request_id, num_output_tokens, cached_tokens,
                 num_prompt_tokens,
             )
         )  # fmt: skip
 
-    def fail(self, kind: FailureKind) -> None:
-        self._end(Failed(time.monotonic(), self.replica.replica_id, self.request_id, kind))
+    def fail(self, kind: FailureKind, status: int | None = None) -> None:
+        """`status` is the replica's own, where it answered."""
+        now = time.monotonic()
+        if is_replicas_fault(Outcome(kind, status=status)):
+            self.replica.gate.failed(now)
+        else:
+            self.replica.gate.cancelled()
+        self._end(Failed(now, self.replica.replica_id, self.request_id, kind))
 
     def _end(self, event: Event) -> None:
         assert self._open, f"{self.request_id} has ended already"
         self._open = False
+        self.replica.num_leases -= 1
         self._emit(event)
 
 
@@ -103,6 +128,7 @@ class Router:
         self._queue = RequestQueue(hold)
         self._held: dict[str, asyncio.Future[Lease]] = {}
         self._timer: asyncio.TimerHandle | None = None
+        self._gated: set[Replica] = set()  # whose gates may hold something back
 
     def emit(self, event: Event) -> None:
         """Apply what happened to the fleet, and tell the policy if it remembers."""
@@ -112,8 +138,17 @@ class Router:
         kind = type(event)
         if kind is Dispatched:
             self.stats.num_in_flight += 1
-        elif kind is Finished or kind is Failed:
+        elif kind is Finished:
             self.stats.num_in_flight -= 1
+        elif isinstance(event, Failed):
+            self.stats.num_in_flight -= 1
+            replica = self.registry.get(event.replica_id)
+            if replica.gate.is_open:
+                self._gated.add(replica)
+        elif isinstance(event, _COMINGS) and event.status is ReplicaStatus.READY and self.stats.num_in_flight:
+            replica = self.registry.get(event.replica_id)  # without requests there is no crowd to hold back
+            replica.gate.came_back(event.at)
+            self._gated.add(replica)
         if self._held and kind is not Dispatched and kind is not StatsReported:
             self._poll()
 
@@ -178,7 +213,9 @@ class Router:
 
     def _place_now(self, request: RouteRequest) -> Lease:
         started = time.perf_counter()
-        snapshot = self._snapshot(request)
+        snapshot = self._snapshot(self._through_gates(request) if self._gated else request)
+        if not snapshot.replicas:
+            snapshot = self._snapshot(request)  # gates spread traffic, they don't refuse it
         if not snapshot.replicas:
             raise self._no_replica(request.model)
         decision = self.policy.choose(request, snapshot, self._rng)
@@ -190,6 +227,19 @@ class Router:
         self._metrics.route.observe(time.perf_counter() - started)
         self._metrics.decided(decision.policy, decision.reason)
         return lease
+
+    def _through_gates(self, request: RouteRequest) -> RouteRequest:
+        """The request with those replicas excluded whose gates are closed to it."""
+        now = time.monotonic()
+        self._gated = {replica for replica in self._gated if not replica.gate.is_plain(now)}
+        ready = self.registry.ready(request.model)
+        if not self._gated or not ready:
+            return request
+        mean = sum(replica.num_leases for replica in ready) / len(ready)
+        closed = {
+            replica.replica_id for replica in self._gated if not replica.gate.admits(now, replica.num_leases, mean)
+        }
+        return replace(request, excluded=request.excluded | closed) if closed else request
 
     def check_invariants(self) -> None:
         self.fleet.check_invariants()

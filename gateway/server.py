@@ -7,17 +7,20 @@ event or a 503. A second signal ends at once.
 from __future__ import annotations
 
 import argparse
+import asyncio
 import errno
 import gc
 import ipaddress
 import logging
 import socket
 import sys
+import time
 from types import FrameType
 from typing import Any
 
 import uvicorn
 
+from gateway.admission import raise_fd_limit
 from gateway.app import Gateway, create_app
 from gateway.config import ConfigError, GatewaySettings, load_settings
 from gateway.http_protocol import GatewayProtocol
@@ -34,6 +37,7 @@ def run(settings: GatewaySettings) -> int:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     if not settings.replicas:
         return _fail("no replica is given: pass --replica http://127.0.0.1:8101 (once for each replica).", EXIT_USAGE)
+    raise_fd_limit()  # before the application works out how many requests it can afford
     try:
         app = create_app(settings)
     except UnknownPolicy as error:
@@ -75,6 +79,9 @@ class _Server(uvicorn.Server):
 
     async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
         self._app.draining = True
+        until = time.monotonic() + self._app.settings.unready_s
+        while time.monotonic() < until and not self.force_exit:  # noqa: ASYNC110  # a signal handler sets it
+            await asyncio.sleep(0.1)  # still serving: balancers need time to see that /ready says no
         await super().shutdown(sockets)
 
 

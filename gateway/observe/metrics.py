@@ -35,6 +35,7 @@ class ReplicaGauges:
     num_index_blocks: int
     key_mode: str
     kv_feed: str
+    breaker_open: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,7 +60,7 @@ class _ModelFigures:
 class Metrics:
     """All of the gateway's metrics in a registry of their own. `gauges` is called at each scrape.
 
-    itl, route, queue_wait   to be observed from outside, in seconds
+    itl, route, queue_wait, loop_lag   to be observed from outside, in seconds
     """
 
     def __init__(self, gauges: Callable[[], FleetGauges]) -> None:
@@ -67,6 +68,7 @@ class Metrics:
         self.itl = Buckets(_SHORT_SECONDS)
         self.route = Buckets(_ROUTE_SECONDS)
         self.queue_wait = Buckets(_ROUTE_SECONDS)
+        self.loop_lag = Buckets(_ROUTE_SECONDS)
         self._requests: Counter[tuple[str, ...]] = Counter()
         self._decisions: Counter[tuple[str, ...]] = Counter()
         self._failovers: Counter[tuple[str, ...]] = Counter()
@@ -117,6 +119,7 @@ class Metrics:
             yield _histogram(name, text, {(model,): read(figures) for model, figures in models}, ("model",))
         yield _histogram("itl_seconds", "Between two reads of a stream.", {(): self.itl})
         yield _histogram("queue_wait_seconds", "Arrival to dispatch.", {(): self.queue_wait})
+        yield _histogram("loop_lag_seconds", "How late the event loop runs its timers.", {(): self.loop_lag})
         yield _histogram("route_seconds", "Computing one decision.", {(): self.route})
         for name, text, count in _MODEL_COUNTERS:
             yield _counter(name, text, ("model",), {(model,): count(figures) for model, figures in models})
@@ -199,5 +202,6 @@ _REPLICA_GAUGES: tuple[tuple[str, str, Callable[[ReplicaGauges], float]], ...] =
     ("waiting", "Requests dispatched there without a first token.", lambda r: r.num_waiting),
     ("queued_prefill_tokens", "Uncached prompt tokens waiting there.", lambda r: r.queued_prefill_tokens),
     ("kv_usage", "Share of KV blocks that running requests hold.", lambda r: r.kv_usage),
+    ("breaker_open", "1 while it gets no traffic but trials.", lambda r: float(r.breaker_open)),
     ("index_blocks", "Blocks that the router believes cached there.", lambda r: r.num_index_blocks),
 )

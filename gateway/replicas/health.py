@@ -69,6 +69,13 @@ class Monitor:
         if watcher is not None:
             watcher.poll_now.set()
 
+    async def has_died(self, replica: Replica, incarnation: str) -> bool:
+        """Poll `replica`, and say whether the process with that incarnation is gone (or starting anew)."""
+        watcher = self._watchers.get(replica.replica_id)
+        if watcher is not None:
+            await watcher.next_poll()
+        return replica.incarnation != incarnation or replica.status in (ReplicaStatus.DOWN, ReplicaStatus.LOADING)
+
     async def close(self) -> None:
         for task in self._tasks:
             task.cancel()
@@ -94,15 +101,27 @@ class _Watcher:
         self._answered_at = time.monotonic()
         self._generation = 0
         self._cut_of: tuple[str, str, int, frozenset[str]] | None = None
+        self._awaited: list[asyncio.Future[None]] = []
+
+    async def next_poll(self) -> None:
+        """Returns when a poll that begins after now has ended."""
+        polled = asyncio.get_running_loop().create_future()
+        self._awaited.append(polled)
+        self.poll_now.set()
+        await polled
 
     async def run(self) -> None:
         while True:
             self.poll_now.clear()
+            awaited, self._awaited = self._awaited, []
             try:
                 await self._poll()
             except Exception:
                 # A watcher that dies would leave its replica's state frozen: say it and go on.
                 _log.exception("watching replica %s failed", self._replica.replica_id)
+            for polled in awaited:
+                if not polled.done():
+                    polled.set_result(None)
             try:
                 async with asyncio.timeout(self._settings.poll_interval_s):
                     await self.poll_now.wait()

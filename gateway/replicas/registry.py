@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from gateway.config import ReplicaSpec
 from gateway.guard import Guard, Interrupt
 from gateway.replicas.dialect import Report
+from gateway.replicas.gate import Gate
 from gateway.upstream import Target
 from policies.events import Event, Joined, Restarted, StatsReported, StatusChanged
 from policies.types import KeySpace, ReplicaId, ReplicaStatus
@@ -29,6 +30,8 @@ class Replica:
     status, incarnation, models, key_space, block_tokens, num_blocks
               as last told to the fleet (status DOWN and the rest empty before the first report)
     waiting   guards of the requests that wait there for a first token
+    gate      how much of the traffic it may have; `num_leases` is what it has now
+    drained   somebody wants it to get no new requests
     key_mode  token or text (prefix/); `kv_feed`: how its cache contents are known
     """
 
@@ -47,6 +50,9 @@ class Replica:
     kv_feed: str = "none"
     detail: str = "not reached yet"
     waiting: set[Guard] = field(default_factory=set)
+    gate: Gate = field(default_factory=lambda: Gate(0.0))
+    num_leases: int = 0
+    drained: bool = False
     targets: dict[str, Target] = field(default_factory=dict)
 
     def target(self, path: str) -> Target:
@@ -75,6 +81,7 @@ class Registry:
         emit: Callable[[Event], None],
         clock: Callable[[], float],
         on_restart: Callable[[str], None] = lambda replica_id: None,
+        slow_start_s: float = 0.0,
     ) -> None:
         self._emit = emit
         self._clock = clock
@@ -87,7 +94,7 @@ class Registry:
         for spec in specs:
             replica_id = ReplicaId(spec.name)
             key = spec.api_key.get_secret_value() if spec.api_key is not None else None
-            self._replicas[replica_id] = Replica(spec, replica_id, key)
+            self._replicas[replica_id] = Replica(spec, replica_id, key, gate=Gate(slow_start_s))
 
     def __iter__(self) -> Iterator[Replica]:
         return iter(self._replicas.values())
@@ -139,7 +146,7 @@ class Registry:
         replica.incarnation = report.incarnation
         replica.key_space, replica.block_tokens, replica.key_mode = cut.key_space, cut.block_tokens, cut.key_mode
         replica.num_blocks = report.num_blocks
-        replica.status = report.status
+        replica.status = _status(replica, report.status)
         replica.detail = report.detail
         self._changed()
         self._emit(
@@ -151,7 +158,7 @@ class Registry:
                 cut.key_space,
                 cut.block_tokens,
                 report.num_blocks,
-                report.status,
+                replica.status,
             )
         )
         _log.info(
@@ -183,7 +190,15 @@ class Registry:
                 )
             )
 
+    def drain(self, replica: Replica, drained: bool) -> None:
+        """Give it no new requests (what it has goes on), or give it some again."""
+        replica.drained = drained
+        if replica.status is (ReplicaStatus.READY if drained else ReplicaStatus.DRAINING):
+            status = ReplicaStatus.DRAINING if drained else ReplicaStatus.READY
+            self.set_status(replica, status, "drained by an administrator" if drained else "")
+
     def set_status(self, replica: Replica, status: ReplicaStatus, detail: str) -> None:
+        status = _status(replica, status)
         replica.detail = detail
         if not replica.joined or replica.status is status:
             return
@@ -200,6 +215,9 @@ class Registry:
             assert spaces == frozenset(replica.key_space for replica in self.ready(model))
         for replica_id, replica in self._replicas.items():
             assert replica.replica_id == replica_id
+            replica.gate.check_invariants()
+            assert replica.num_leases >= 0
+            assert not (replica.drained and replica.status is ReplicaStatus.READY)
             assert replica.joined == bool(replica.models), "a replica joins when it names its models"
             assert replica.joined or replica.status is ReplicaStatus.DOWN
             assert not replica.joined or replica.key_space, "what has joined has a key space"
@@ -208,6 +226,10 @@ class Registry:
         """Let the requests that wait there for a first token fail over."""
         for guard in list(replica.waiting):
             guard.interrupt(Interrupt.REPLICA_STUCK)
+
+
+def _status(replica: Replica, status: ReplicaStatus) -> ReplicaStatus:
+    return ReplicaStatus.DRAINING if replica.drained and status is ReplicaStatus.READY else status
 
 
 def _is_ready(replica: Replica, model: str | None) -> bool:

@@ -1,0 +1,61 @@
+"""What an administrator may tell the gateway: to take no new requests, or to give a replica none.
+
+    POST /admin/drain                     refuse new requests (503) and say so in /ready; what is under way goes on
+    DELETE /admin/drain                   take requests again
+    POST /admin/replicas/{name}/drain     give that replica no new requests; DELETE gives it some again
+
+Each answers with how much is still under way, so that whoever waits for zero can ask again. They need the shared secret
+in x-warmgate-secret; without one configured there is no administration over HTTP.
+"""
+
+from __future__ import annotations
+
+import hmac
+from typing import TYPE_CHECKING
+
+import msgspec
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from engine_worker.contract.errors import ApiError
+from policies.types import ReplicaId
+
+if TYPE_CHECKING:
+    from gateway.app import Gateway
+
+SECRET_HEADER = "x-warmgate-secret"
+
+
+def admin_routes(gateway: Gateway) -> list[Route]:
+    def check_secret(request: Request) -> None:
+        secret = gateway.settings.secret
+        if secret is None:
+            message = "Administration needs a shared secret: start the gateway with WARMGATE_SECRET set."
+            raise ApiError(403, message, code="no_secret")
+        given = request.headers.get(SECRET_HEADER, "").encode("utf-8", "surrogateescape")
+        if not hmac.compare_digest(given, secret.get_secret_value().encode()):
+            raise ApiError(401, f"The header {SECRET_HEADER} is missing or wrong.", code="wrong_secret")
+
+    async def drain(request: Request) -> Response:
+        check_secret(request)
+        gateway.drain(request.method == "POST")
+        state = {"draining": gateway.draining, "num_in_flight": gateway.admission.num_in_flight}
+        return Response(msgspec.json.encode(state), media_type="application/json")
+
+    async def drain_replica(request: Request) -> Response:
+        check_secret(request)
+        name = request.path_params["name"]
+        try:
+            replica = gateway.registry.get(ReplicaId(name))
+        except KeyError:
+            known = ", ".join(replica.replica_id for replica in gateway.registry)
+            raise ApiError(404, f"No replica is named {name[:128]!r}; there are {known}.", code="not_found") from None
+        gateway.registry.drain(replica, request.method == "POST")
+        state = {"id": replica.replica_id, "state": replica.status.value, "num_in_flight": replica.num_leases}
+        return Response(msgspec.json.encode(state), media_type="application/json")
+
+    return [
+        Route("/admin/drain", drain, methods=["POST", "DELETE"]),
+        Route("/admin/replicas/{name:path}/drain", drain_replica, methods=["POST", "DELETE"]),
+    ]

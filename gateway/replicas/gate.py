@@ -1,0 +1,89 @@
+"""How much of the traffic one replica may have: a circuit breaker, and a slow start after it was away. Pure.
+
+Breaker. `OPEN_AFTER` failures in a row that are the replica's fault open it: no request goes there for a while, which
+doubles each time it opens again. Then one request goes as a trial. Its success closes the breaker, its failure opens
+it again. A client's cancel says nothing.
+
+Slow start. A replica that comes (back) has an empty cache and untried health, and rules that look for idle replicas
+would send it everything at once. So for `slow_start_s` it may hold only a share of what the others hold on average,
+which grows with time.
+
+Both yield where nobody else is left (router.py): a gate spreads traffic, it never refuses a request.
+"""
+
+from __future__ import annotations
+
+OPEN_AFTER = 5
+OPEN_S = 5.0
+MAX_OPEN_S = 60.0
+
+
+class Gate:
+    """Times are of the monotonic clock. `slow_start_s` of 0 turns slow start off."""
+
+    __slots__ = ("_num_failures", "_num_openings", "_open_until", "_ramp_since", "_slow_start_s", "_trial")
+
+    def __init__(self, slow_start_s: float) -> None:
+        self._slow_start_s = slow_start_s
+        self._num_failures = 0
+        self._num_openings = 0
+        self._open_until: float | None = None
+        self._trial = False
+        self._ramp_since: float | None = None
+
+    @property
+    def is_open(self) -> bool:
+        """No traffic, or only a trial."""
+        return self._open_until is not None
+
+    def is_plain(self, now: float) -> bool:
+        """Whether it admits everything, and will until something happens."""
+        if self._ramp_since is not None and now - self._ramp_since >= self._slow_start_s:
+            self._ramp_since = None
+        return self._open_until is None and self._ramp_since is None
+
+    def admits(self, now: float, num_in_flight: int, mean_in_flight: float) -> bool:
+        """Whether one more request may go there, beside `num_in_flight`; the replicas hold `mean_in_flight` each."""
+        if self._open_until is not None:
+            return now >= self._open_until and not self._trial
+        if self._ramp_since is None or self._slow_start_s <= 0:
+            return True
+        share = (now - self._ramp_since) / self._slow_start_s
+        return share >= 1.0 or num_in_flight < 1.0 + share * mean_in_flight
+
+    def dispatched(self) -> None:
+        """A request went there; while the breaker is open, it is the trial."""
+        if self._open_until is not None:
+            self._trial = True
+
+    def succeeded(self, now: float) -> None:
+        self._num_failures = 0
+        if self._open_until is not None:
+            self._open_until = None
+            self._num_openings = 0
+            self.came_back(now)
+        self._trial = False
+
+    def failed(self, now: float) -> None:
+        self._num_failures += 1
+        if self._open_until is None and self._num_failures < OPEN_AFTER:
+            return
+        if self._open_until is not None and not self._trial:
+            return  # a request that was there before it opened
+        self._trial = False
+        self._open_until = now + min(OPEN_S * 2**self._num_openings, MAX_OPEN_S)
+        self._num_openings = min(self._num_openings + 1, 16)
+
+    def cancelled(self) -> None:
+        """A request ended without telling anything about the replica."""
+        self._trial = False
+
+    def came_back(self, now: float) -> None:
+        """The replica takes requests from now on; it did not before."""
+        self._trial = False
+        self._ramp_since = now if self._slow_start_s > 0 else None
+
+    def check_invariants(self) -> None:
+        assert not self._trial or self._open_until is not None
+        assert self._open_until is None or self._num_openings > 0
+        assert self._num_failures >= 0
