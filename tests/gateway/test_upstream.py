@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import socket
+import struct
 from collections.abc import AsyncIterator, Awaitable, Callable
 
 import pytest
@@ -204,3 +206,213 @@ def test_a_replicas_key_replaces_the_clients():
     client = [(b"authorization", b"Bearer client"), (b"authorization", b"Bearer twice"), (b"host", b"x")]
     headers = request_headers(client, "id-1", "own")
     assert headers == b"x-request-id: id-1\r\nauthorization: Bearer own\r\n"
+
+
+async def test_informational_answers_are_passed_over():
+    async def handle(reader, writer, number):
+        while True:
+            await read_request(reader)
+            writer.write(b"HTTP/1.1 100 Continue\r\n\r\nHTTP/1.1 103 Early Hints\r\nlink: x\r\n\r\n" + OK)
+
+    async with served(handle) as (upstream, url, connections):
+        for _ in range(2):
+            response = await upstream.post(url, b"", b"{}")
+            assert response.headers() == []
+            assert await response.read_all(10) == b"ok"
+            response.close()
+        assert len(connections) == 1
+
+
+async def test_a_body_without_a_length_ends_with_its_connection_and_only_by_a_proper_end():
+    async def handle(reader, writer, number):
+        await read_request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\n\r\nhel")
+        await writer.drain()
+        if number == 0:
+            writer.write(b"lo")
+            return
+        writer.get_extra_info("socket").setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+        writer.transport.abort()
+
+    async with served(handle) as (upstream, url, connections):
+        assert await post(upstream, url) == b"hello"
+        with pytest.raises(UpstreamError) as caught:
+            await post(upstream, url)
+        assert caught.value.kind is UpstreamFailure.BROKEN
+        assert len(connections) == 2
+
+
+@pytest.mark.parametrize(
+    "flood",
+    [
+        (b"HTTP/1.1 200 OK\r\n", b"x-a: " + b"b" * 1000 + b"\r\n"),
+        (b"HTTP/1.1 200 OK\r\nx-a: ", b"b" * 1000),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n5;", b"a" * 1000),
+        (b"HTTP/1.1 200 OK\r\ntransfer-encoding: chunked\r\n\r\n0\r\n", b"x-t: " + b"b" * 1000 + b"\r\n"),
+        (b"", b"HTTP/1.1 103 Early Hints\r\n\r\n"),
+    ],
+    ids=["headers", "one header", "chunk extension", "trailers", "informational"],
+)
+async def test_what_never_becomes_a_body_is_bounded(flood):
+    start, more = flood
+
+    async def handle(reader, writer, number):
+        await read_request(reader)
+        writer.write(start)
+        while True:
+            writer.write(more)
+            await writer.drain()
+
+    async with served(handle) as (upstream, url, _):
+        with pytest.raises(UpstreamError) as caught:
+            await post(upstream, url)
+        assert caught.value.kind is UpstreamFailure.BROKEN
+
+
+async def test_bytes_that_nobody_asked_for_end_the_connection():
+    """An idle connection that speaks can't be trusted with the next request."""
+
+    async def handle(reader, writer, number):
+        await read_request(reader)
+        writer.write(OK)
+        if number == 0:
+            await said.wait()
+            writer.write(OK)
+        await reader.read()
+        closed.set()
+
+    said, closed = asyncio.Event(), asyncio.Event()
+    async with served(handle) as (upstream, url, connections):
+        assert await post(upstream, url) == b"ok"
+        said.set()
+        await closed.wait()
+        assert await post(upstream, url) == b"ok"
+        assert len(connections) == 2
+
+
+async def test_an_answer_after_the_answer_is_not_taken_for_the_next_ones():
+    async def handle(reader, writer, number):
+        while True:
+            await read_request(reader)
+            writer.write(OK + (OK.replace(b"ok", b"no") if number == 0 else b""))
+
+    async with served(handle) as (upstream, url, connections):
+        with contextlib.suppress(UpstreamError):
+            await post(upstream, url)
+        assert await post(upstream, url) == b"ok"
+        assert len(connections) == 2
+
+
+async def test_connections_are_capped_and_those_above_wait_their_turn():
+    at_once = most = 0
+
+    async def handle(reader, writer, number):
+        nonlocal at_once, most
+        while True:
+            await read_request(reader)
+            at_once += 1
+            most = max(most, at_once)
+            await asyncio.sleep(0.001)
+            at_once -= 1
+            writer.write(OK)
+
+    async with served(handle) as (upstream, url, connections):
+        assert await asyncio.gather(*(post(upstream, url) for _ in range(40))) == [b"ok"] * 40
+        assert len(connections) == most == 4
+        upstream.check_invariants()
+
+
+async def test_one_that_stops_waiting_for_a_connection_lets_the_next_one_have_it():
+    release = asyncio.Event()
+
+    async def handle(reader, writer, number):
+        while True:
+            await read_request(reader)
+            await release.wait()
+            writer.write(OK)
+
+    async with served(handle) as (upstream, url, connections):
+        busy = [asyncio.create_task(post(upstream, url)) for _ in range(4)]
+        await until(lambda: len(connections) == 4)
+        waiting = [asyncio.create_task(post(upstream, url)) for _ in range(3)]
+        await asyncio.sleep(0)
+        waiting[0].cancel()
+        release.set()
+        assert await asyncio.gather(*busy, *waiting[1:]) == [b"ok"] * 6
+        upstream.check_invariants()
+
+
+async def test_a_connection_that_is_not_taken_up_in_time_is_a_failure_to_connect():
+    with socket.socket() as deaf:
+        deaf.bind(("127.0.0.1", 0))
+        deaf.listen(0)
+        fillers = []
+        for _ in range(4):  # so that the queue of those to be accepted is full, and the next one hears nothing
+            filler = socket.socket()
+            filler.setblocking(False)
+            with contextlib.suppress(BlockingIOError):
+                filler.connect(deaf.getsockname())
+            fillers.append(filler)
+        upstream = Upstream(connect_s=0.1, max_connections_per_replica=4)
+        with pytest.raises(UpstreamError) as caught:
+            await post(upstream, Target(f"http://127.0.0.1:{deaf.getsockname()[1]}", "/"))
+        assert caught.value.kind is UpstreamFailure.CONNECT
+        await upstream.close()
+        for filler in fillers:
+            filler.close()
+
+
+async def test_a_replica_that_answers_before_it_has_read_all_is_heard_and_its_connection_not_reused():
+    async def handle(reader, writer, number):
+        await reader.readuntil(b"\r\n\r\n")
+        writer.write(b"HTTP/1.1 413 Too Large\r\ncontent-length: 3\r\n\r\nbig")
+        await writer.drain()
+        await done.wait()
+
+    done = asyncio.Event()
+    async with served(handle) as (upstream, url, connections):
+        for _ in range(2):
+            response = await upstream.post(url, b"", b"x" * 30_000_000)
+            assert response.status == 413
+            assert await response.read_all(10) == b"big"
+            response.close()
+        assert len(connections) == 2
+        done.set()
+
+
+async def test_a_reader_that_pauses_stops_the_replica_and_loses_nothing():
+    """Back-pressure: what a paused reader doesn't take stays with the replica, beyond a bounded buffer."""
+    total = 0
+
+    async def handle(reader, writer, number):
+        nonlocal total
+        await read_request(reader)
+        writer.write(b"HTTP/1.1 200 OK\r\ncontent-length: 64000000\r\n\r\n")
+        for _ in range(1000):
+            writer.write(b"x" * 64_000)
+            await writer.drain()
+            total += 64_000
+
+    async with served(handle) as (upstream, url, _):
+        response = await upstream.post(url, b"", b"{}")
+        size = len(await response.read_some())
+        response.pause()
+        seen = -1
+        while seen != total:
+            seen = total
+            await asyncio.sleep(0.05)
+        assert total < 64_000_000, "the sender stands still"
+        response.resume()
+        while data := await response.read_some():
+            size += len(data)
+        assert size == 64_000_000
+        response.close()
+
+
+@pytest.mark.parametrize("url", ["http://[::1]:8000/base", "http://host/a b", "https://host", "http://bücher.example"])
+def test_targets_of_odd_urls(url):
+    target = Target(url, "/v1/x")
+    assert target.head.startswith(b"POST /")
+    assert b"/v1/x HTTP/1.1\r\nhost: " in target.head
+    assert target.head.isascii()
+    assert b" " not in target.head.split(b" HTTP/1.1")[0].removeprefix(b"POST ")
