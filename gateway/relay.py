@@ -13,11 +13,11 @@ from typing import Any
 
 import msgspec
 
-from engine_worker.contract.errors import default_type, error_body
 from gateway.exchange import Exchange, Failure, ReplicaRefused
 from gateway.guard import Interrupt
 from gateway.observe.metrics import Metrics
 from gateway.observe.record import EndState
+from gateway.openai.errors import error_in, error_of, in_shape
 from gateway.openai.sse import FRAME, Frame, SseError, StreamScanner, Usage
 from gateway.pump import Pump
 from gateway.router import Lease
@@ -86,8 +86,9 @@ class Relay:
             raise SseError(scanner.broken)
         if scanner.error is not None:
             lease.fail(FailureKind.BROKEN)
-            message = str(scanner.error.get("message", "")) or "the replica sent an error event"
-            exchange.ended(EndState.FAILED, response.status, message[:500])
+            told = _error_failure(scanner.error)
+            exchange.ended(EndState.FAILED, response.status, told.message[:500])
+            rest += b"data: " + (told.body or b"") + b"\n\n"
         else:
             _finish(exchange, lease, scanner.usage, scanner.num_events)
         await exchange.answer.end(rest)
@@ -174,16 +175,18 @@ def _read_frame(body: bytes) -> Frame:
 
 
 async def _refusal(response: UpstreamResponse) -> Failure:
-    """An error status with the replica's own words."""
-    status = response.status if response.status >= 400 else 502
+    """An error status with the replica's own words, in the shape that clients read."""
+    # Engines say 422 where OpenAI says 400, which is what clients know how to read.
+    status = 502 if response.status < 400 else 400 if response.status == 422 else response.status
     body = await response.read_all(_MAX_ERROR_BYTES)
     retry_after = response.header(b"retry-after")
+    if response.status >= 400 and not in_shape(body):
+        body = error_in(body, status).body()
     return Failure(
         FailureKind.REJECTED,
         status,
         f"The replica answered {response.status}.",
         body=body if response.status >= 400 else None,
-        content_type=response.content_type or "application/json",
         retry_after_s=float(retry_after) if retry_after is not None and retry_after.isdigit() else None,
         upstream_status=status,
     )
@@ -193,13 +196,5 @@ def _error_failure(error: dict[str, Any]) -> Failure:
     """An error object that came with status 200, given the status that it deserves."""
     code = error.get("code")
     status = code if isinstance(code, int) and 400 <= code <= 599 else 500
-    message = str(error.get("message") or "The replica failed.")
-    kind = error.get("type")
-    param = error.get("param")
-    body = error_body(
-        message,
-        kind if isinstance(kind, str) else default_type(status),
-        param if isinstance(param, str) else None,
-        code if isinstance(code, str) else None,
-    )
-    return Failure(FailureKind.REJECTED, status, message, body=body, upstream_status=status)
+    told = error_of(error, status)
+    return Failure(FailureKind.REJECTED, status, told.message, body=told.body(), upstream_status=status)

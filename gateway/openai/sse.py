@@ -87,7 +87,8 @@ class StreamScanner:
     finished    a finish_reason went by
     done        nothing more is to come: [DONE] went by, or the stream is broken
     broken      how the stream breaks its rules, "" while it doesn't. What `feed` returned may still be relayed
-    usage       the last usage seen; `error`: the error event's object
+    usage       the last usage seen; `error`: the error event's object, which ends the stream and is not in what `feed`
+                returns: the relay says it in the shape that clients read
     """
 
     __slots__ = (
@@ -138,14 +139,12 @@ class StreamScanner:
         """The replica ended the stream: what may still be relayed. `broken` says so when it was cut short."""
         rest = b"".join(self._parts)
         self._parts, self._parts_size, self._seam = [], 0, b""
-        had_failed = self.error is not None
         if self._strips_usage and b'"usage"' in rest:
             rest = self._take_usage(rest)
         out = self._look(rest) if rest.strip() else rest
-        if self.done or (self.error is not None and not had_failed):
+        if self.done:
             return out
-        if not had_failed:
-            self._break("the replica ended its stream before [DONE]")
+        self._break("the replica ended its stream before [DONE]")
         return b""  # half an event, or an end that was held back
 
     def check_invariants(self) -> None:
@@ -210,9 +209,12 @@ class StreamScanner:
                 self.done = True
                 continue
             self._read(data)
+            if self.error is not None:
+                self.done = True
+                return b"" if self._held else chunk[: min(cut, start)]
             if self._hold and self.finished and cut == len(chunk):
                 cut = start
-        if not (self._hold and self.finished) or self.done or self.error is not None:
+        if not (self._hold and self.finished) or self.done:
             out, self._held = self._held + chunk, b""
             return out
         if self._held:

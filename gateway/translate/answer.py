@@ -13,8 +13,9 @@ import msgspec
 from engine_worker.contract.errors import ApiError
 from gateway.answer import Answer, Headers, Scope, Send, header
 from gateway.observe.record import RequestRecord
+from gateway.openai.errors import error_in, error_of
 from gateway.openai.sse import SseError
-from gateway.translate.chat import ChatAnswer, error_of, read_answer, read_chunks
+from gateway.translate.chat import ChatAnswer, read_answer, read_chunks
 
 _SSE = (b"content-type", b"text/event-stream; charset=utf-8")
 _JSON = (b"content-type", b"application/json")
@@ -121,14 +122,7 @@ class TranslatedAnswer(Answer):
         await super().end(body)
 
     def _error_body(self, status: int, body: bytes) -> bytes:
-        try:
-            data = msgspec.json.decode(body)
-        except msgspec.DecodeError:
-            data = None
-        error = data.get("error", data) if isinstance(data, dict) else None
-        return self._translation.error(
-            error_of(error or f"The replica answered {status}.", status), self._record.request_id
-        )
+        return self._translation.error(error_in(body, status), self._record.request_id)
 
     def _translated(self, data: bytes) -> bytes:
         translation = self._translation

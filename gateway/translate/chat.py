@@ -7,7 +7,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from engine_worker.contract.errors import ApiError, default_type
+from engine_worker.contract.errors import ApiError
 from gateway.openai.parse import decode_object, invalid_field
 from gateway.openai.sse import SseError, events
 
@@ -113,23 +113,6 @@ def read_chunks(data: bytes) -> Iterator[ChatAnswer | None]:
     """The chunks in whole events of a stream; None for [DONE]. Raises SseError."""
     for _, payload in events(data, 0):
         yield None if payload == b"[DONE]" else read_answer(payload)
-
-
-def error_of(error: Any, status: int) -> ApiError:
-    """An error object of any shape in use."""
-    fields = error if isinstance(error, dict) else {"message": str(error)}
-
-    def text(name: str) -> str | None:
-        value = fields.get(name)
-        return value if isinstance(value, str) else None
-
-    return ApiError(
-        status,
-        text("message") or "The replica failed.",
-        type=text("type") or default_type(status),
-        param=text("param"),
-        code=text("code"),
-    )
 
 
 def read_request(body: bytes, kind: type[_Fields]) -> tuple[Json, _Fields]:

@@ -117,7 +117,7 @@ class TestErrors:
             (400, openai.BadRequestError),
             (401, openai.AuthenticationError),
             (403, openai.PermissionDeniedError),
-            (422, openai.UnprocessableEntityError),
+            (422, openai.BadRequestError),
             (500, openai.InternalServerError),
         ],
     )

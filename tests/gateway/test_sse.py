@@ -101,11 +101,12 @@ def test_the_end_is_held_until_done():
         'event: error\ndata: {"object":"error","message":"boom","code":400}\n\n',
     ],
 )
-def test_an_error_event_is_seen_and_relayed(event):
+def test_an_error_event_ends_the_stream_and_is_left_to_the_relay(event):
     out, scanner = run([frame("a").encode(), event.encode()])
     assert scanner.error is not None
     assert scanner.error["message"] == "boom"
-    assert out.endswith(event.encode())
+    assert out == frame("a").encode()
+    assert scanner.done
     assert not scanner.broken
 
 
