@@ -34,6 +34,7 @@ class Script(msgspec.Struct, kw_only=True):
     chunk_bytes             cut what is written into pieces of so many bytes, each its own segment (0: don't)
     newline                 line ends of the stream: "\\n" or "\\r\\n"
     cached_tokens           sent as x-warmgate-cached-tokens and in usage
+    poison                  a request with this text in it kills the worker (FakeWorker.on_poison)
     status_name             the state of /internal/state
     """
 
@@ -49,6 +50,7 @@ class Script(msgspec.Struct, kw_only=True):
     newline: str = "\n"
     comments: bool = False
     cached_tokens: int = 0
+    poison: str = ""
     status_name: Literal["loading", "ready", "draining", "failed"] = "ready"
 
 

@@ -12,8 +12,10 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import os
 import secrets
 import sys
+from collections.abc import Awaitable, Callable
 from typing import Any
 
 import msgspec
@@ -29,6 +31,7 @@ class FakeWorker:
         self.log = Log()
         self.has_state = has_state
         self.incarnation = incarnation
+        self.on_poison: Callable[[], Awaitable[None]] = _exit
         self._writers: set[asyncio.StreamWriter] = set()
 
     async def listen(self, host: str, port: int) -> asyncio.Server:
@@ -108,6 +111,8 @@ class FakeWorker:
     ) -> bytes:
         """Play the script; a peer that leaves meanwhile counts as an abort."""
         script = self.script
+        if script.poison and script.poison in self.log.last_body:
+            await self.on_poison()
         fault = script.fault if script.times else ""
         if fault and script.times > 0:
             script.times -= 1
@@ -132,6 +137,10 @@ class FakeWorker:
             for task in (play, left):
                 task.cancel()
             await asyncio.gather(play, left, return_exceptions=True)
+
+
+async def _exit() -> None:
+    os._exit(1)
 
 
 async def _read_request(reader: asyncio.StreamReader, early: bytes) -> tuple[str, str, dict[str, str], bytes] | None:

@@ -98,14 +98,21 @@ class Running:
 
 @contextlib.asynccontextmanager
 async def gateway(
-    *replicas: Replica, wait: bool = True, server_http: str | None = None, **settings: Any
+    *replicas: Replica,
+    wait: bool = True,
+    server_http: str | None = None,
+    urls: list[str] | None = None,
+    **settings: Any,
 ) -> AsyncIterator[Running]:
-    """A gateway in front of `replicas`, which are started here; ready when all have joined (unless `wait` is False)."""
+    """A gateway in front of `replicas`, which are started here; ready when all have joined (unless `wait` is False).
+
+    `urls` are those that it is to reach them by, where it is not their own.
+    """
     for replica in replicas:
         if replica.port == 0:
             await replica.start()
     values = {"policy": "round_robin", "poll_interval_s": 0.05, "access_log": "", "drain_s": 2.0, **settings}
-    options = GatewaySettings(replicas=[replica.url for replica in replicas], port=0, **values)
+    options = GatewaySettings(replicas=urls or [replica.url for replica in replicas], port=0, **values)
     app = create_app(options)
     listener = _listen("127.0.0.1", 0)
     port = listener.getsockname()[1]
