@@ -21,7 +21,7 @@ from rich.table import Table
 
 from loadtest.client import chat
 from loadtest.conversations import Script, Shape, play, write_script
-from loadtest.fleet import Fleet, FleetFailed, running_fleet
+from loadtest.demo_fleet import Fleet, FleetFailed, running_fleet
 from loadtest.records import Record, Summary, summarize
 
 BASELINE, OURS = "round_robin", "warm"

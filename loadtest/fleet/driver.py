@@ -1,0 +1,151 @@
+"""The clients: the simulator's workload, sent over HTTP. Open loop or closed, at the same moments for every gateway."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import aiohttp
+
+from loadtest.fleet.text import Wording
+from loadtest.fleet.wall import WallClock
+from loadtest.sim.job import Job, JobStatus
+from loadtest.sim.setup import Load
+from loadtest.sim.trace import Trace, TraceRequest
+from loadtest.sim.workload import Workload
+
+API = "/v1/chat/completions"
+TIMEOUT_S = 600.0
+
+
+@dataclass(slots=True)
+class Replayed:
+    """Jobs in the order sent, with times in the trace's seconds; how late they were sent."""
+
+    jobs: list[Job]
+    lags_s: Any
+
+
+class Driver:
+    """Replays `trace` (as words can say it) against one gateway. Use it once."""
+
+    def __init__(
+        self,
+        base_url: str,
+        model: str,
+        trace: Trace,
+        load: Load,
+        wording: Wording,
+        speedup: float,
+        seed: int,
+        progress: Callable[[int], None] | None = None,
+    ) -> None:
+        self._base_url = base_url
+        self._model = model
+        self._trace = trace
+        self._load = load
+        self._wording = wording
+        self._speedup = speedup
+        self._seed = seed
+        self._progress = progress
+        self._tasks: set[asyncio.Task[None]] = set()
+        self._jobs: list[Job] = []
+        self._fault: BaseException | None = None
+
+    async def run(self) -> Replayed:
+        """To the last answer."""
+        timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
+        connector = aiohttp.TCPConnector(limit=0)
+        async with aiohttp.ClientSession(self._base_url, connector=connector, timeout=timeout) as self._session:
+            self._clock = WallClock(self._speedup)
+            self._changed = asyncio.Event()
+            rng = random.Random(f"{self._seed}/arrivals")
+            self._workload = Workload(self._clock, self._trace, self._load, rng, self._send)
+            try:
+                while not self._is_over():
+                    await self._changed.wait()
+                    self._changed.clear()
+                    if self._fault is not None:
+                        raise self._fault
+            finally:
+                self._clock.close()
+                for task in self._tasks:
+                    task.cancel()
+                await asyncio.gather(*self._tasks, return_exceptions=True)
+        return Replayed(self._jobs, self._clock.lags_s)
+
+    def _is_over(self) -> bool:
+        sent_all = self._workload.is_over or len(self._jobs) == self._trace.num_requests
+        return sent_all and not self._tasks
+
+    def _send(self, request: TraceRequest, user: int) -> None:
+        job = Job(str(len(self._jobs)), request, (), self._clock.now, user)
+        self._jobs.append(job)
+        task = asyncio.create_task(self._ask(job))
+        self._tasks.add(task)
+        task.add_done_callback(self._asked)
+        if self._progress is not None:
+            self._progress(len(self._jobs))
+
+    def _asked(self, task: asyncio.Task[None]) -> None:
+        self._tasks.discard(task)
+        self._changed.set()
+        if not task.cancelled() and self._fault is None:
+            self._fault = task.exception()
+
+    async def _ask(self, job: Job) -> None:
+        """A failure of any kind is a job with a reason."""
+        body = {
+            "model": self._model,
+            "messages": [{"role": "user", "content": self._wording.prompt(job.trace, f"{self._seed}/{job.job_id}")}],
+            "max_tokens": self._wording.output_words(job.trace),
+            "temperature": 0,
+            "stream": True,
+            "stream_options": {"include_usage": True},
+        }
+        data = json.dumps(body).encode()
+        headers = {"content-type": "application/json"}
+        # Its own moment, not the one it was due: what this process was late is the gateway's fault in no way.
+        job.arrived_at = self._clock.read()
+        try:
+            async with self._session.post(API, data=data, headers=headers) as response:
+                if response.status != 200:
+                    text = (await response.read()).decode("utf-8", "replace")
+                    raise _Refused(f"{response.status}: {text[:300]}")
+                await self._read(job, response.content)
+            job.status = JobStatus.DONE
+        except (aiohttp.ClientError, TimeoutError, ValueError, KeyError, _Refused) as error:
+            job.status, job.reason = JobStatus.FAILED, f"{type(error).__name__}: {error}"
+        job.finished_at = self._clock.read()
+        self._clock.sync()
+        self._workload.answered(job.user)
+
+    async def _read(self, job: Job, lines: aiohttp.StreamReader) -> None:
+        usage, done = None, False
+        async for line in lines:
+            if not line.startswith(b"data:"):
+                continue
+            data = line[5:].strip()
+            if data == b"[DONE]":
+                done = True
+                continue
+            chunk = json.loads(data)
+            if "error" in chunk:
+                raise _Refused(str(chunk["error"])[:300])
+            if job.first_token_at is None and any(each["delta"].get("content") for each in chunk["choices"]):
+                job.first_token_at = self._clock.read()
+            usage = chunk.get("usage") or usage
+        if not done or job.first_token_at is None or usage is None:
+            raise _Refused("the stream ended without a token, its usage or [DONE]")
+        if usage["prompt_tokens"] != self._wording.num_words(job.trace):
+            raise _Refused(f"{usage['prompt_tokens']} tokens arrived of {self._wording.num_words(job.trace)}")
+        details = usage.get("prompt_tokens_details") or {}
+        job.cached_tokens = (details.get("cached_tokens") or 0) * self._wording.compress
+
+
+class _Refused(Exception):
+    """The gateway's answer is none."""

@@ -1,0 +1,257 @@
+"""Gateways as processes: how each is started in front of given replicas, and when it is ready.
+
+    warmgate[:POLICY]       ours, before replicas that are bundled workers: their tokenizer, their KV events
+    warmgate-text[:POLICY]  ours, before replicas that are vLLM: text keys, no events
+    sglang-router[:POLICY]  as installed from PyPI, cache_aware unless named otherwise
+    vllm-router[:POLICY]    the same; kv_aware reads the replicas' KV events
+    litellm[:STRATEGY]      its proxy, simple-shuffle unless named otherwise
+
+The others' programs are looked for in --peers/NAME/bin, a virtual environment for each:
+
+    python -m venv DIR/sglang-router && DIR/sglang-router/bin/pip install sglang-router
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import httpx
+
+from loadtest.fleet.replica import Manner
+
+START_LIMIT_S = 90.0
+DEFAULT_PEERS = Path.home() / ".cache" / "peers"
+
+
+class GatewayFailed(Exception):
+    """It isn't installed, or didn't come up; the message ends with its last output."""
+
+
+@dataclass(frozen=True, slots=True)
+class Upstream:
+    """A replica as a gateway is told of it."""
+
+    url: str
+    kv_events: str
+    kv_events_replay: str
+
+
+@dataclass(frozen=True, slots=True)
+class Start:
+    """What a kind of gateway needs to be started."""
+
+    policy: str
+    upstreams: Sequence[Upstream]
+    model: str
+    block_words: int
+    port: int
+    other_port: int
+    folder: Path
+    peers: Path
+
+
+@dataclass(frozen=True, slots=True)
+class Kind:
+    manner: Manner
+    command: Callable[[Start], list[str]]
+    is_ours: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    base_url: str
+    pid: int
+
+
+def kind_of(name: str) -> Kind:
+    """Raises ValueError with the names there are."""
+    kind = KINDS.get(name.partition(":")[0])
+    if kind is None:
+        raise ValueError(f"unknown gateway {name!r}: choose among {', '.join(KINDS)}, each with :POLICY, or sim:POLICY")
+    return kind
+
+
+@contextlib.contextmanager
+def running_gateway(
+    name: str, upstreams: Sequence[Upstream], model: str, block_words: int, peers: Path
+) -> Iterator[Running]:
+    """Up, and knowing all replicas, while the block runs. Raises GatewayFailed."""
+    kind = kind_of(name)
+    with tempfile.TemporaryDirectory(prefix="warmgate-fleet-") as folder:
+        port, other_port = _free_ports(2)
+        start = Start(name.partition(":")[2], upstreams, model, block_words, port, other_port, Path(folder), peers)
+        command = kind.command(start)
+        log = Path(folder) / "log"
+        with log.open("wb") as output:
+            process = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                env=_environment(),
+                process_group=0,
+            )
+            try:
+                base_url = f"http://127.0.0.1:{port}"
+                _wait_ready(name, kind, process, base_url, model, len(upstreams), log)
+                yield Running(base_url, process.pid)
+            finally:
+                _stop(process)
+
+
+def _environment() -> dict[str, str]:
+    """Without settings that were meant for another gateway."""
+    kept = {key: value for key, value in os.environ.items() if not key.startswith("WARMGATE_")}
+    return {**kept, "PYTHONUNBUFFERED": "1", "NO_PROXY": "127.0.0.1,localhost", "LITELLM_TELEMETRY": "False"}
+
+
+def _wait_ready(
+    name: str, kind: Kind, process: subprocess.Popen[bytes], base_url: str, model: str, num_replicas: int, log: Path
+) -> None:
+    deadline = time.monotonic() + START_LIMIT_S
+    with httpx.Client(base_url=base_url, timeout=5.0, trust_env=False) as client:
+        while True:
+            with contextlib.suppress(httpx.HTTPError, KeyError, ValueError):
+                if kind.is_ours:
+                    if _knows_all(client.get("/health").json(), num_replicas):
+                        return
+                elif _answers(client, model, num_replicas):
+                    return
+            if process.poll() is not None or time.monotonic() > deadline:
+                last = "\n".join(log.read_text("utf-8", "replace").splitlines()[-15:])
+                raise GatewayFailed(f"{name} did not come up:\n{last}")
+            time.sleep(0.2)
+
+
+def _knows_all(health: dict[str, object], num_replicas: int) -> bool:
+    """All replicas joined, and every feed of KV events that will be followed is."""
+    replicas = health["replicas"]
+    assert isinstance(replicas, list)
+    return health["num_ready"] == num_replicas and all(each["kv_feed"] != "connecting" for each in replicas)
+
+
+def _answers(client: httpx.Client, model: str, num_replicas: int) -> bool:
+    """As many requests as there are replicas are served, one after the other."""
+    body = {"model": model, "messages": [{"role": "user", "content": "bab "}], "max_tokens": 1}
+    return all(client.post("/v1/chat/completions", json=body).status_code == 200 for _ in range(num_replicas))
+
+
+def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Its whole group: some keep processes of their own."""
+    if process.poll() is None:
+        process.send_signal(signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(10)
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, signal.SIGKILL)
+    process.wait()
+
+
+def cpu_seconds(pid: int) -> float | None:
+    """User and system time of a process so far; None where the system doesn't tell."""
+    try:
+        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+    except OSError:
+        return None
+    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+
+
+def _free_ports(count: int) -> list[int]:
+    with contextlib.ExitStack() as stack:
+        servers = [stack.enter_context(socket.create_server(("127.0.0.1", 0))) for _ in range(count)]
+        return [int(server.getsockname()[1]) for server in servers]
+
+
+# How each is started
+
+
+def _ours(dialect: str) -> Callable[[Start], list[str]]:
+    def command(start: Start) -> list[str]:
+        settings = {
+            "replicas": [
+                {"url": each.url, "dialect": dialect, "name": f"r{index:02d}"}
+                for index, each in enumerate(start.upstreams)
+            ],
+            "policy": start.policy or "warm",
+            "host": "127.0.0.1",
+            "port": start.port,
+            "access_log": "",
+        }
+        config = start.folder / "gateway.yaml"
+        config.write_text(json.dumps(settings), "utf-8")  # JSON is YAML
+        return [sys.executable, "-m", "gateway.cli", "serve", "--config", str(config)]
+
+    return command
+
+
+def _program(start: Start, peer: str, name: str) -> str:
+    path = start.peers / peer / "bin" / name
+    if not path.is_file():
+        raise GatewayFailed(
+            f"{peer} is not installed: python -m venv {start.peers / peer} && "
+            f"{start.peers / peer}/bin/pip install {PACKAGES[peer]} (or tell --peers where it is)"
+        )
+    return str(path)
+
+
+def _router_flags(start: Start) -> list[str]:
+    """What the two routers, of one origin, have in common. Their own defaults otherwise."""
+    return [
+        *("--worker-urls", *(each.url for each in start.upstreams)),
+        *("--host", "127.0.0.1", "--port", str(start.port)),
+        *("--prometheus-host", "127.0.0.1", "--prometheus-port", str(start.other_port)),
+        *("--worker-startup-check-interval", "1"),
+        *("--policy", start.policy or "cache_aware"),
+    ]
+
+
+def _sglang_router(start: Start) -> list[str]:
+    return [_program(start, "sglang-router", "sglang-router"), "launch", *_router_flags(start)]
+
+
+def _vllm_router(start: Start) -> list[str]:
+    command = [_program(start, "vllm-router", "vllm-router"), *_router_flags(start)]
+    if start.policy == "kv_aware":
+        command += ["--kv-event-block-size", str(start.block_words), "--kv-event-model", start.model]
+        for each in start.upstreams:
+            command += ["--kv-event-source", f"{each.url}={each.kv_events}"]
+            command += ["--kv-event-replay-source", f"{each.url}={each.kv_events_replay}"]
+    return command
+
+
+def _litellm(start: Start) -> list[str]:
+    settings = {
+        "model_list": [
+            {
+                "model_name": start.model,
+                "litellm_params": {"model": f"openai/{start.model}", "api_base": f"{each.url}/v1", "api_key": "none"},
+            }
+            for each in start.upstreams
+        ],
+        "router_settings": {"routing_strategy": start.policy or "simple-shuffle"},
+    }
+    config = start.folder / "litellm.yaml"
+    config.write_text(json.dumps(settings), "utf-8")
+    program = _program(start, "litellm", "litellm")
+    return [program, "--config", str(config), "--host", "127.0.0.1", "--port", str(start.port)]
+
+
+PACKAGES = {"sglang-router": "sglang-router", "vllm-router": "vllm-router", "litellm": "'litellm[proxy]'"}
+KINDS: dict[str, Kind] = {
+    "warmgate": Kind("warmgate", _ours("warmgate"), is_ours=True),
+    "warmgate-text": Kind("vllm", _ours("vllm"), is_ours=True),
+    "sglang-router": Kind("vllm", _sglang_router),
+    "vllm-router": Kind("vllm", _vllm_router),
+    "litellm": Kind("vllm", _litellm),
+}
