@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import re
 import time
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
@@ -32,6 +32,7 @@ from gateway.replicas.health import Monitor
 from gateway.replicas.registry import Registry, Replica
 from gateway.router import Router
 from gateway.routes import cold_routes
+from gateway.sharing.figures import SharingCollector
 from gateway.translate.answer import Translation, with_bearer
 from gateway.translate.count import TokenCounter
 from gateway.translate.messages import MessagesTranslation
@@ -43,6 +44,9 @@ from policies.fleet import FleetState
 from policies.registry import fleet_config, make_policy
 from policies.types import ReplicaStatus
 from policies.warm_queue import hold_of
+
+if TYPE_CHECKING:
+    from gateway.sharing.hub import Sharing
 
 _SLASHES = re.compile(r"/{2,}")
 _CORS_MAX_AGE_S = 24 * 3600
@@ -95,6 +99,12 @@ class Gateway:
         self.admission = Admission(
             settings.max_in_flight or affordable_in_flight(), settings.max_queued, settings.queue_s
         )
+        self.sharing: Sharing | None = None
+        if settings.redis_url is not None:
+            from gateway.sharing.hub import Sharing  # seldom needed, and the client is slow to import
+
+            self.sharing = Sharing(settings.redis_url.get_secret_value(), settings.fleet, self.router, self.registry)
+            self.metrics.registry.register(SharingCollector(self.sharing.figures))
         self._cold: Starlette = cold_routes(self)
         self._proxy: Proxy | None = None
         self._counter: TokenCounter | None = None
@@ -211,10 +221,14 @@ class Gateway:
         )
         monitor.start()
         loop_watch.start()
+        if self.sharing is not None:
+            self.sharing.start()
         try:
             yield self
         finally:
             loop_watch.close()
+            if self.sharing is not None:
+                await self.sharing.close()
             await quarantine.close()
             await monitor.close()
             await upstream.close()

@@ -67,8 +67,9 @@ def _setting_flags(arguments: list[str], names: frozenset[str]) -> dict[str, obj
             guess = difflib.get_close_matches(name, names, n=1)
             hint = f"; did you mean --{guess[0].replace('_', '-')}?" if guess else "; see warmgate serve --help"
             raise UserError(f"there is no option {flag}{hint}")
-        if name == "secret":
-            raise UserError("a secret on the command line shows in every process list: set WARMGATE_SECRET instead")
+        if name in ("secret", "redis_url"):
+            variable = f"WARMGATE_{name.upper()}"
+            raise UserError(f"a secret on the command line shows in every process list: set {variable} instead")
         if not equals:
             if not rest:
                 raise UserError(f"{flag} needs a value")

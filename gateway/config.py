@@ -100,6 +100,8 @@ class GatewaySettings(BaseSettings):
     slow_start_s    over which a replica that comes back under load gets its full share again; 0: at once
     max_in_flight   requests under way at once (0: as many as file descriptors allow); the surplus waits
     max_queued      requests that may wait for their turn, each for `queue_s`
+    redis_url       where gateways of one fleet share what they know: `redis://host:6379/0`, `rediss://...` with TLS
+    fleet           the name that these gateways have in common there; their replicas must have the same names
     model_aliases   other names for models (aliases.py): a mapping, or `alias=model,...`
     allowed_origins web pages that may call this gateway from a browser: `https://example.com,...`, or `*`
     responses_store_bytes
@@ -138,6 +140,9 @@ class GatewaySettings(BaseSettings):
     max_response_bytes: int = Field(default=64 * 1024 * 1024, ge=1024)
     max_sse_line_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
     max_connections_per_replica: int = Field(default=1024, ge=1)
+
+    redis_url: SecretStr | None = None
+    fleet: str = Field(default="default", pattern=r"^[A-Za-z0-9_.-]{1,64}$")
 
     model_aliases: Annotated[dict[str, str], NoDecode] = Field(default_factory=dict)
     allowed_origins: Annotated[list[str], NoDecode] = Field(default_factory=list)
@@ -195,6 +200,22 @@ class GatewaySettings(BaseSettings):
             if origin != "*" and not re.fullmatch(r"[a-z][a-z0-9+.-]*://[^/]+", origin):
                 raise ValueError(f"{origin!r} is no origin; write it like https://example.com, without a path, or `*`")
         return origins
+
+    @field_validator("redis_url")
+    @classmethod
+    def _check_redis_url(cls, url: SecretStr | None) -> SecretStr | None:
+        """An empty one is none: compose files pass variables on that may be unset."""
+        if url is None or not url.get_secret_value().strip():
+            return None
+        if not re.match(r"^(rediss?|unix)://", url.get_secret_value()):
+            raise ValueError("write it like redis://127.0.0.1:6379/0, rediss://... for TLS or unix:///path")
+        try:
+            from redis.asyncio.connection import parse_url  # seldom needed, and slow to import
+
+            parse_url(url.get_secret_value())
+        except ValueError as error:
+            raise ValueError(f"{error}") from None
+        return url
 
     @field_validator("replicas")
     @classmethod

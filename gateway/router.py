@@ -129,6 +129,9 @@ class Router:
         self._held: dict[str, asyncio.Future[Lease]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._gated: set[Replica] = set()  # whose gates may hold something back
+        # Set by sharing/hub.py: who is told of our own events, and how many leases of others the fleet holds
+        self.on_event: Callable[[Event], None] | None = None
+        self.num_remote_leases: Callable[[], int] = int
 
     def emit(self, event: Event) -> None:
         """Apply what happened to the fleet, and tell the policy if it remembers."""
@@ -149,7 +152,17 @@ class Router:
             replica = self.registry.get(event.replica_id)  # without requests there is no crowd to hold back
             replica.gate.came_back(event.at)
             self._gated.add(replica)
+        if self.on_event is not None:
+            self.on_event(event)
         if self._held and kind is not Dispatched and kind is not StatsReported:
+            self._poll()
+
+    def apply_remote(self, event: Event) -> None:
+        """Something that happened through another gateway: the fleet's state, and no request of ours."""
+        self.fleet.apply(event)
+        if self._observe is not None:
+            self._observe(event)
+        if self._held and not isinstance(event, Dispatched):
             self._poll()
 
     def new_id(self) -> str:
@@ -244,7 +257,8 @@ class Router:
     def check_invariants(self) -> None:
         self.fleet.check_invariants()
         self._queue.check_invariants()
-        assert self.stats.num_in_flight >= self.fleet.num_leases(), "a lease that no request holds"
+        held = self.stats.num_in_flight + self.num_remote_leases()
+        assert held >= self.fleet.num_leases(), "a lease that no request holds"
         assert self.stats.num_queued == len(self._queue)
         assert len(self._queue) <= len(self._held), "each that waits in the queue has a caller that awaits it"
         self.registry.check_invariants()

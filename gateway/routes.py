@@ -80,7 +80,9 @@ def cold_routes(gateway: Gateway) -> Starlette:
         num_ready = len(gateway.registry.ready())
         status = "draining" if gateway.draining else "ok" if num_ready else "no_replica"
         policy = gateway.router.policy.name
-        return _json({"status": status, "policy": policy, "num_ready": num_ready, "replicas": replicas})
+        sharing = gateway.sharing.figures().for_health() if gateway.sharing is not None else {"state": "off"}
+        body = {"status": status, "policy": policy, "num_ready": num_ready, "replicas": replicas, "sharing": sharing}
+        return _json(body)
 
     async def ready(request: Request) -> Response:
         """200 when a request could be served now, else 503: for load balancers."""

@@ -164,7 +164,7 @@ def parse_flags(argv: list[str]) -> tuple[dict[str, Any], str | None]:
     parser.add_argument("--config", help="YAML file of settings")
     parser.add_argument("--replica", action="append", dest="replicas", help="URL of a replica (repeat for each)")
     for name in GatewaySettings.model_fields:
-        if name not in ("replicas", "secret"):
+        if name not in ("replicas", "secret", "redis_url"):  # what shows in process lists
             parser.add_argument(f"--{name.replace('_', '-')}", dest=name)
     flags = vars(parser.parse_args(argv))
     return flags, flags.pop("config")

@@ -105,6 +105,10 @@ class Registry:
     def get(self, replica_id: ReplicaId) -> Replica:
         return self._replicas[replica_id]
 
+    def find(self, replica_id: ReplicaId) -> Replica | None:
+        """For names that come from elsewhere."""
+        return self._replicas.get(replica_id)
+
     @property
     def model_names(self) -> frozenset[str]:
         """Models of all replicas that have joined, ready or not."""
