@@ -1,5 +1,7 @@
 """What no policy can beat: hit ratios of a cache for the same requests in the same order.
 
+In a closed loop that order depends on the policy; the bounds shown are those of the pooled run where there is one.
+
 infinite  nothing is ever evicted
 lru       one cache of all replicas' blocks; the least recently used goes, of one prompt the tail before the root
 belady    the same size, and what goes is what is needed again last (never again first): no rule evicts better

@@ -63,7 +63,7 @@ def simulate(options: argparse.Namespace, console: Console) -> tuple[list[Outcom
             policy,
             seed,
             label,
-            want_bounds=policy == policies[0] and seed == 1,
+            want_bounds=policy == bounded_policy(policies) and seed == 1,
             want_series=bool(options.plots) and seed == 1,
         )
         for label, load in loads
@@ -153,6 +153,11 @@ def _loads(options: argparse.Namespace, setup: Setup, console: Console) -> tuple
         return "load", [(share, replace(setup.load, rate=share * top)) for share in shares]
     rates = _numbers(options.rate or "0", float, "--rate")
     return "rate", [(rate, replace(setup.load, rate=rate)) for rate in rates]
+
+
+def bounded_policy(policies: Sequence[str]) -> str:
+    """Whose run the bounds are computed for. In a closed loop a faster fleet is sent other requests: the pooled one's."""
+    return POOLED if POOLED in policies else policies[0]
 
 
 def check_policies(text: str) -> list[str]:

@@ -21,7 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
-from loadtest.sim.cli import check_policies, run_with_bar, table_console
+from loadtest.sim.cli import bounded_policy, check_policies, run_with_bar, table_console
 from loadtest.sim.gpus import gpu_named
 from loadtest.sim.report import objects, show, write_json
 from loadtest.sim.runs import Outcome, Task
@@ -89,7 +89,7 @@ def _tasks(names: Sequence[str], policies: Sequence[str], options: argparse.Name
             for policy in policies:
                 first = seed == 1
                 pictured = first and options.plots is not None
-                bounded = first and policy == policies[0]
+                bounded = first and policy == bounded_policy(policies)
                 tasks.append(Task(setup, policy, seed, scenario.label, bounded, pictured))
     return tasks
 
