@@ -127,6 +127,7 @@ class GatewayProtocol(HttpToolsProtocol):
     _header_timer: asyncio.TimerHandle | None = None
     _idle_timer: asyncio.TimerHandle | None = None
     _in_head = False
+    _is_repeating = False
     _active_at = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
@@ -150,11 +151,13 @@ class GatewayProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         self._active_at = self.loop.time()
         try:
-            self.parser.feed_data(data)
-        except httptools.HttpParserUpgrade:
-            # Not taken up: the request is served, and nothing after it can be read.
-            if self.cycle is not None:
-                self.cycle.keep_alive = False
+            while data:
+                try:
+                    self.parser.feed_data(data)
+                    break
+                except httptools.HttpParserUpgrade as upgrade:
+                    data = data[upgrade.args[0] :]
+                    self._decline_upgrade()
         except httptools.HttpParserError as error:
             self.send_400_response(f"The request is not valid HTTP: {error}.")
             return
@@ -164,7 +167,28 @@ class GatewayProtocol(HttpToolsProtocol):
         elif self._header_timer is not None:
             self._stop_header_timer()
 
+    def _decline_upgrade(self) -> None:
+        """Go on as if no upgrade had been offered (some clients offer h2c with every request).
+
+        The parser takes what follows for another protocol, so another parser reads on, behind a head that tells it
+        only how long the body is.
+        """
+        framing = [pair for pair in self.headers if pair[0] in (b"content-length", b"transfer-encoding")]
+        head = b"POST / HTTP/1.1\r\n" + b"".join(b"%b: %b\r\n" % pair for pair in framing) + b"\r\n"
+        self.parser = httptools.HttpRequestParser(self)
+        self._is_repeating = True
+        self.parser.feed_data(head)
+        self._is_repeating = False
+        if not framing:
+            self.on_message_complete()
+
+    def on_message_complete(self) -> None:
+        if not self.parser.should_upgrade() and not self._is_repeating:
+            super().on_message_complete()
+
     def on_message_begin(self) -> None:
+        if self._is_repeating:
+            return
         self.url = b""
         self.headers = []
         self.expect_100_continue = False
@@ -172,10 +196,14 @@ class GatewayProtocol(HttpToolsProtocol):
         self._in_head = True
 
     def on_url(self, url: bytes) -> None:
+        if self._is_repeating:
+            return
         self.url += url
         self._count(len(url))
 
     def on_header(self, name: bytes, value: bytes) -> None:
+        if self._is_repeating:
+            return
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
@@ -188,6 +216,8 @@ class GatewayProtocol(HttpToolsProtocol):
             raise ValueError("headers too large")  # the parser turns it into send_400_response
 
     def on_headers_complete(self) -> None:
+        if self._is_repeating:
+            return
         self._in_head = False
         parser = self.parser
         http_version = parser.get_http_version()

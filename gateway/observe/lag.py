@@ -63,5 +63,5 @@ class LoopWatch:
                 reported_at = beat_at
                 self.num_blocked += 1
                 frame = sys._current_frames().get(self._loop_thread)
-                where = "".join(traceback.format_stack(frame)) if frame is not None else "unknown"
+                where = "".join(traceback.format_stack(frame, limit=20)) if frame is not None else "unknown"
                 _log.error("the event loop has stood still for %.1f s at:\n%s", time.monotonic() - beat_at, where)
