@@ -39,7 +39,7 @@ MIN_TEMPERATURE = 1e-5  # below it a row is greedy: dividing by it would overflo
 class _RequestState:
     """`key` seeds the draws; `history` counts tokens for the penalties; `bias` is logit_bias as tensors.
 
-    `forbidden` are EOS and stop ids, while min_tokens holds; `disallowed` [V] is true outside allowed_token_ids (a
+    `forbidden` are EOS and stop ids, while min_tokens holds; `disallowed` [V] is -inf outside allowed_token_ids (a
     grammar's masks have that in them).
     """
 
@@ -71,6 +71,7 @@ class Sampler:
         self._masks = masks
         self._states: dict[str, _RequestState] = {}
         self._completed: set[str] = set()
+        self._buffer: Tensor | None = None
 
     def prepare(self, requests: Iterable[Request]) -> None:
         """Begin, beside the model's work, what sampling these requests in this step or a later one will need."""
@@ -175,7 +176,7 @@ class Sampler:
         special = [row for row in special if requests[row].request_id not in failed]
         if not special:
             return
-        work = logits[torch.tensor(special, device=logits.device)]  # [S, V], a copy: the raw ones are for logprobs
+        work = self._copy(logits, special)  # [S, V]: the raw ones are for logprobs
         self._edit(work, [requests[row] for row in special], masks)
         best, ids = work.max(dim=-1)
         sound, greedy_ids = torch.isfinite(best).tolist(), ids.tolist()
@@ -193,8 +194,17 @@ class Sampler:
                 chosen[special[draw.index]] = token_id
         self._accept(requests, [row for row in special if requests[row].request_id in masks], chosen, failed)
 
+    def _copy(self, logits: Tensor, rows: list[int]) -> Tensor:
+        """These rows of the logits, on a CPU in a buffer that is kept: fresh memory costs more than the copy."""
+        index = torch.tensor(rows, device=logits.device)
+        if logits.device.type != "cpu":
+            return logits[index]
+        if self._buffer is None or len(self._buffer) < len(rows):
+            self._buffer = torch.empty(len(rows), self.vocab_size)
+        return torch.index_select(logits, 0, index, out=self._buffer[: len(rows)])
+
     def _take_masks(self, requests: list[Request], failed: dict[str, str]) -> dict[str, Tensor]:
-        """[V] bool masks of the requests with a grammar, true for what may not come."""
+        """Masks [V] of the requests with a grammar, to add to their logits."""
         masks: dict[str, Tensor] = {}
         if self._masks is None:
             return masks

@@ -89,9 +89,9 @@ class BadWords:
 
 
 def outside_of(token_ids: Sequence[int], vocab_size: int) -> Tensor:
-    """[V] bool, false for these ids."""
-    mask = torch.ones(vocab_size, dtype=torch.bool)
-    mask[torch.tensor(token_ids, dtype=torch.int64)] = False
+    """[V] float32 to add to logits: 0 for these ids, -inf for all others."""
+    mask = torch.full((vocab_size,), -torch.inf)
+    mask[torch.tensor(token_ids, dtype=torch.int64)] = 0
     return mask
 
 
@@ -117,7 +117,7 @@ class Edits:
             self._forbidden.append((row, ids))
 
     def mask(self, row: int, mask: Tensor) -> None:
-        """Forbid where `mask` [V] is true."""
+        """Add `mask` [V], which is 0 or -inf."""
         self._masks.append((row, mask))
 
     def apply(self) -> None:
@@ -130,7 +130,7 @@ class Edits:
         if self._forbidden:
             self._logits.view(-1)[self._flat(self._forbidden)] = -torch.inf
         for row, mask in self._masks:  # row by row, so that a row and its mask stay in a core's cache
-            self._logits[row].masked_fill_(self._put(mask), -torch.inf)
+            self._logits[row].add_(self._put(mask))
 
     def _apply_penalties(self) -> None:
         flat = self._flat([(row, history.ids) for row, history in self._penalties])  # [N]

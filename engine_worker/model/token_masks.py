@@ -3,7 +3,8 @@
 A grammar is llguidance's: a matcher that follows the output token by token and says which tokens may come next. Its
 masks depend on tokens only, never on logits. So the mask for the next step is computed in a thread of its own as soon
 as this step's token is known, while the engine commits, plans and runs the model (llguidance lets go of the interpreter
-lock); the sampler finds it ready.
+lock); the sampler finds it ready. A mask is a row of 0 and -inf to add to the logits: adding takes an eighth of the
+time of filling by booleans.
 
 A matcher follows `request.output_ids`, whatever happened to the request in between. Preempted and resumed, it stands
 where it stood. Where output was taken back (a speculated token that was refused) it rolls back to the common beginning.
@@ -22,6 +23,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from torch import Tensor
@@ -33,6 +35,8 @@ from engine_worker.model.errors import GrammarFailed
 MAX_COMPILED = 128  # grammars kept for the next request that brings them
 MAX_COMPILED_CHARS = 8_000_000  # and their size in all, as text
 
+Bits = npt.NDArray[np.uint8]  # a vocabulary as bytes, a bit for each token, lowest first
+
 
 class _State:
     """One request's matcher and the mask being made for it. `matcher` is touched by one thread at a time: the worker's
@@ -43,13 +47,14 @@ class _State:
     is_over   nothing but the end may come
     """
 
-    def __init__(self, allowed: np.ndarray | None) -> None:
+    def __init__(self, allowed: Bits | None) -> None:
         self.matcher: LLMatcher | None = None
         self.consumed: list[int] = []
         self.mask_for: list[int] = []
-        self.mask: Future[Tensor] | None = None
+        self.mask: Future[Tensor] | None = None  # gives [V] float32
+        self.floats: Tensor | None = None
         self.is_over = False
-        self.allowed = allowed  # [V] uint8, or None for all
+        self.allowed = allowed  # or None for all
 
 
 class TokenMasks:
@@ -58,8 +63,15 @@ class TokenMasks:
     `vocab_size` is the logits' width; ids beyond the tokenizer's own vocabulary are never allowed by a grammar.
     """
 
-    def __init__(self, tokenizer_json: str, vocab_size: int, eos_token_ids: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tokenizer_json: str,
+        vocab_size: int,
+        eos_token_ids: Sequence[int],
+        device: torch.device | str = "cpu",
+    ) -> None:
         self._vocab_size = vocab_size
+        self._floats = _floats_of_bytes().to(device)
         self._eos = [token_id for token_id in eos_token_ids if 0 <= token_id < vocab_size]
         # A matcher needs some end token. A model without one ends where its grammar does, and never samples this.
         self._tokenizer = LLTokenizer(
@@ -83,7 +95,7 @@ class TokenMasks:
                 self._submit(state, request, list(request.output_ids))
 
     def take(self, request: Request) -> Tensor:
-        """[V] bool on the CPU, true for what may not come next. Waits for it. Raises GrammarFailed."""
+        """[V] float32 to add to the logits: -inf for what may not come next. Waits for it. Raises GrammarFailed."""
         state = self._states[request.request_id]
         assert state.mask is not None, "take before prepare"
         return state.mask.result()
@@ -150,21 +162,42 @@ class TokenMasks:
 
     def _mask(self, state: _State, ignore_eos: bool) -> Tensor:
         assert state.matcher is not None
-        bits = np.frombuffer(state.matcher.compute_bitmask(), dtype=np.uint8)
+        known = np.frombuffer(state.matcher.compute_bitmask(), dtype=np.uint8)
         _check(state.matcher)
-        allowed = np.zeros(self._vocab_size, dtype=np.uint8)
-        known = np.unpackbits(bits, bitorder="little", count=min(len(bits) * 8, self._vocab_size))
-        allowed[: len(known)] = known
+        bits = np.zeros(-(-self._vocab_size // 8), dtype=np.uint8)
+        bits[: len(known)] = known[: len(bits)]
+        ends = [token_id for token_id in self._tokenizer.eos_tokens if _has(bits, token_id)]
         if state.allowed is not None:
-            ends = allowed[self._eos]
-            allowed &= state.allowed
-            allowed[self._eos] |= ends
-        ends = allowed[self._tokenizer.eos_tokens]
-        allowed[self._tokenizer.eos_tokens] = 0
-        state.is_over = not allowed.any()
+            bits &= state.allowed
+        _clear(bits, ends)
+        state.is_over = not bits.any()
         if state.is_over or (self._eos and not ignore_eos):
-            allowed[self._tokenizer.eos_tokens] = ends
-        return torch.from_numpy(np.bitwise_xor(allowed, 1, out=allowed)).view(torch.bool)
+            _set(bits, ends)
+        if state.floats is None:  # one buffer, used again: the engine has added the last mask before the next is made
+            state.floats = torch.empty(len(bits), 8, device=self._floats.device)
+        index = torch.from_numpy(bits).to(self._floats.device).int()
+        torch.index_select(self._floats, 0, index, out=state.floats)
+        return state.floats.view(-1)[: self._vocab_size]
+
+
+def _floats_of_bytes() -> Tensor:
+    """[256, 8] float32: a byte's bits, lowest first, as 0 for one and -inf for zero."""
+    bits = np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    return torch.from_numpy(np.where(bits, np.float32(0), np.float32(-np.inf)))
+
+
+def _has(bits: Bits, token_id: int) -> bool:
+    return bool(bits[token_id >> 3] >> (token_id & 7) & 1)
+
+
+def _set(bits: Bits, token_ids: Iterable[int]) -> None:
+    for token_id in token_ids:
+        bits[token_id >> 3] |= 1 << (token_id & 7)
+
+
+def _clear(bits: Bits, token_ids: Iterable[int]) -> None:
+    for token_id in token_ids:
+        bits[token_id >> 3] &= 0xFF ^ (1 << (token_id & 7))
 
 
 def _follow(state: _State, wanted: list[int]) -> None:
@@ -192,13 +225,13 @@ def _check(matcher: LLMatcher) -> None:
         raise GrammarFailed(f"The grammar or schema of this request can't be followed: {(reason or ['?'])[0][:300]}.")
 
 
-def _allowed(request: Request, vocab_size: int) -> np.ndarray | None:
+def _allowed(request: Request, vocab_size: int) -> Bits | None:
     ids = request.params.allowed_token_ids
     if not ids:
         return None
     allowed = np.zeros(vocab_size, dtype=np.uint8)
     allowed[list(ids)] = 1
-    return allowed
+    return np.packbits(allowed, bitorder="little")
 
 
 def _some_special_id(tokenizer_json: str) -> int:
