@@ -156,7 +156,7 @@ def _loads(options: argparse.Namespace, setup: Setup, console: Console) -> tuple
 
 
 def bounded_policy(policies: Sequence[str]) -> str:
-    """Whose run the bounds are computed for. In a closed loop a faster fleet is sent other requests: the pooled one's."""
+    """Whose run the bounds are computed for (a closed loop sends a faster fleet other requests): the pooled one's."""
     return POOLED if POOLED in policies else policies[0]
 
 
