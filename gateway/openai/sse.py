@@ -239,8 +239,10 @@ class StreamScanner:
 def _is_plain(chunk: bytes) -> bool:
     """No finish, usage, error or end in it: nothing that needs decoding."""
     num_reasons = chunk.count(b'"finish_reason"')
-    if num_reasons and num_reasons != chunk.count(b'"finish_reason":null') + chunk.count(b'"finish_reason": null'):
-        return False
+    if num_reasons:
+        num_nulls = chunk.count(b'"finish_reason":null')
+        if num_nulls != num_reasons and num_nulls + chunk.count(b'"finish_reason": null') != num_reasons:
+            return False
     if b"[DONE]" in chunk or b'"error"' in chunk:
         return False
     num_usages = chunk.count(b'"usage"')
