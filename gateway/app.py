@@ -21,8 +21,10 @@ from gateway.answer import Answer, Message, Receive, Scope, Send, request_id
 from gateway.config import GatewaySettings
 from gateway.exchange import Failure
 from gateway.observe.access_log import AccessLog
+from gateway.observe.advice import ShadowCollector
 from gateway.observe.lag import LoopWatch
 from gateway.observe.metrics import FleetGauges, Metrics, ReplicaGauges
+from gateway.observe.shadow import Shadows
 from gateway.openai.parse import Endpoint
 from gateway.prefix.service import PrefixService
 from gateway.proxy import Proxy
@@ -99,6 +101,9 @@ class Gateway:
         self.admission = Admission(
             settings.max_in_flight or affordable_in_flight(), settings.max_queued, settings.queue_s
         )
+        if settings.shadow_policies:
+            shadows = self.router.shadows = Shadows(settings.shadow_policies, settings.shadow_share, settings.seed)
+            self.metrics.registry.register(ShadowCollector(shadows))
         self.sharing: Sharing | None = None
         if settings.redis_url is not None:
             from gateway.sharing.hub import Sharing  # seldom needed, and the client is slow to import

@@ -125,6 +125,22 @@ def replay(context: typer.Context) -> None:
 
 
 @app.command()
+def advise(
+    url: Annotated[str, typer.Option(help="The gateway to ask.")] = "http://127.0.0.1:8000",
+) -> None:
+    """Say whether another policy would pay for the traffic of a running gateway (its setting: shadow_policies)."""
+    import httpx
+
+    try:
+        answer = httpx.get(f"{url.rstrip('/')}/advice", timeout=10.0, trust_env=False).raise_for_status().json()
+        sentences = [str(sentence) for sentence in answer["sentences"]]
+    except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
+        raise UserError(f"{url} gives no advice ({error}): is a gateway running there? Name it with --url") from None
+    for sentence in sentences:
+        typer.echo(sentence)
+
+
+@app.command()
 def version() -> None:
     """Print the version."""
     from importlib.metadata import version as installed

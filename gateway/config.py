@@ -102,6 +102,8 @@ class GatewaySettings(BaseSettings):
     max_queued      requests that may wait for their turn, each for `queue_s`
     redis_url       where gateways of one fleet share what they know: `redis://host:6379/0`, `rediss://...` with TLS
     fleet           the name that these gateways have in common there; their replicas must have the same names
+    shadow_policies other policies that decide beside the live one, without acting (observe/shadow.py); `a,b,...`
+    shadow_share    of the decisions, that they take part in
     model_aliases   other names for models (aliases.py): a mapping, or `alias=model,...`
     allowed_origins web pages that may call this gateway from a browser: `https://example.com,...`, or `*`
     responses_store_bytes
@@ -140,6 +142,9 @@ class GatewaySettings(BaseSettings):
     max_response_bytes: int = Field(default=64 * 1024 * 1024, ge=1024)
     max_sse_line_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
     max_connections_per_replica: int = Field(default=1024, ge=1)
+
+    shadow_policies: Annotated[list[str], NoDecode] = Field(default_factory=list)
+    shadow_share: float = Field(default=0.1, ge=0.0, le=1.0)
 
     redis_url: SecretStr | None = None
     fleet: str = Field(default="default", pattern=r"^[A-Za-z0-9_.-]{1,64}$")
@@ -188,9 +193,9 @@ class GatewaySettings(BaseSettings):
             raise ValueError("write aliases like `gpt-4o=my-model,claude-*=my-model`")
         return dict(pair.split("=", 1) for pair in pairs)
 
-    @field_validator("allowed_origins", mode="before")
+    @field_validator("allowed_origins", "shadow_policies", mode="before")
     @classmethod
-    def _split_origins(cls, value: Any) -> Any:
+    def _split_list(cls, value: Any) -> Any:
         return [part for part in re.split(r"[\s,]+", value) if part] if isinstance(value, str) else value
 
     @field_validator("allowed_origins")

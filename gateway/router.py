@@ -17,6 +17,7 @@ from dataclasses import dataclass, replace
 
 from engine_worker.contract.errors import ApiError
 from gateway.observe.metrics import Metrics
+from gateway.observe.shadow import Shadows
 from gateway.replicas.registry import Registry, Replica
 from policies.events import (
     Dispatched,
@@ -131,6 +132,7 @@ class Router:
         self._gated: set[Replica] = set()  # whose gates may hold something back
         # Set by sharing/hub.py: who is told of our own events, and how many leases of others the fleet holds
         self.on_event: Callable[[Event], None] | None = None
+        self.shadows: Shadows | None = None
         self.num_remote_leases: Callable[[], int] = int
 
     def emit(self, event: Event) -> None:
@@ -152,6 +154,8 @@ class Router:
             replica = self.registry.get(event.replica_id)  # without requests there is no crowd to hold back
             replica.gate.came_back(event.at)
             self._gated.add(replica)
+        if self.shadows is not None:
+            self.shadows.observe(event)
         if self.on_event is not None:
             self.on_event(event)
         if self._held and kind is not Dispatched and kind is not StatsReported:
@@ -162,6 +166,8 @@ class Router:
         self.fleet.apply(event)
         if self._observe is not None:
             self._observe(event)
+        if self.shadows is not None:
+            self.shadows.observe(event)
         if self._held and not isinstance(event, Dispatched):
             self._poll()
 
@@ -232,6 +238,8 @@ class Router:
         if not snapshot.replicas:
             raise self._no_replica(request.model)
         decision = self.policy.choose(request, snapshot, self._rng)
+        if self.shadows is not None:
+            self.shadows.decide(request, snapshot, decision)
         replica = self.registry.get(decision.replica_id)
         chain = request.chains.get(replica.key_space)
         if chain is None:

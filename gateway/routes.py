@@ -15,6 +15,7 @@ from starlette.routing import Route
 from engine_worker.contract.errors import ApiError
 from gateway.admin import admin_routes
 from gateway.answer import request_id
+from gateway.observe.advice import report
 from gateway.observe.metrics import CONTENT_TYPE
 from gateway.openapi import document
 
@@ -92,6 +93,10 @@ def cold_routes(gateway: Gateway) -> Starlette:
     async def metrics(request: Request) -> Response:
         return Response(gateway.metrics.render(), media_type=CONTENT_TYPE)
 
+    async def advice(request: Request) -> Response:
+        """Whether a shadow policy would pay, in sentences (`warmgate advise` prints them)."""
+        return _json(report(gateway.router.shadows, gateway.settings.policy))
+
     async def openapi(request: Request) -> Response:
         return Response(described, media_type="application/json")
 
@@ -105,6 +110,7 @@ def cold_routes(gateway: Gateway) -> Starlette:
         Route("/health", health),
         Route("/ready", ready),
         Route("/metrics", metrics),
+        Route("/advice", advice),
         *admin_routes(gateway),
     ]
     return Starlette(routes=routes, exception_handlers={ApiError: _api_error, HTTPException: _http_error})
