@@ -9,12 +9,14 @@ from __future__ import annotations
 import argparse
 import asyncio
 import json
+import logging
 import signal
 import sys
 from contextlib import AsyncExitStack
 
 import zmq.asyncio
 from aiohttp import web
+from aiohttp.http_exceptions import BadHttpMessage
 
 from loadtest.fleet.http import make_app
 from loadtest.fleet.kv_feed import KVFeed
@@ -24,6 +26,11 @@ from loadtest.fleet.wall import WallClock
 from loadtest.sim.gpus import TOKEN_BUDGET, parse_fleet
 
 HOST = "127.0.0.1"
+
+
+def is_ours_to_tell(record: logging.LogRecord) -> bool:
+    """Some gateways try HTTP/2 first to find out whether a replica speaks gRPC: no error of anybody's."""
+    return not (record.exc_info and isinstance(record.exc_info[1], BadHttpMessage))
 
 
 async def start_replicas(
@@ -59,6 +66,7 @@ async def serve(options: argparse.Namespace) -> None:
         )
         for index, (gpu, size) in enumerate(zip(gpus, blocks, strict=True))
     ]
+    logging.getLogger("aiohttp.server").addFilter(is_ours_to_tell)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
     loop.add_signal_handler(signal.SIGTERM, stop.set)

@@ -113,7 +113,7 @@ def running_gateway(
 def _environment() -> dict[str, str]:
     """Without settings that were meant for another gateway."""
     kept = {key: value for key, value in os.environ.items() if not key.startswith("WARMGATE_")}
-    return {**kept, "PYTHONUNBUFFERED": "1", "NO_PROXY": "127.0.0.1,localhost", "LITELLM_TELEMETRY": "False"}
+    return {**kept, "PYTHONUNBUFFERED": "1", "NO_PROXY": "127.0.0.1,localhost", "LITELLM_LOCAL_MODEL_COST_MAP": "True"}
 
 
 def _wait_ready(
@@ -239,6 +239,8 @@ def _litellm(start: Start) -> list[str]:
             }
             for each in start.upstreams
         ],
+        # It listens on loopback for one measurement, and wants to be told that no key is no oversight.
+        "general_settings": {"dangerously_permit_weak_or_unset_master_key": True},
         "router_settings": {"routing_strategy": start.policy or "simple-shuffle"},
     }
     config = start.folder / "litellm.yaml"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import fmean, stdev
@@ -67,6 +68,9 @@ def _cpu(runs: Sequence[Row]) -> str:
 def doubts(rows: Sequence[Row]) -> list[str]:
     """Why a run should not be believed, in sentences."""
     found = []
+    num_cores = os.cpu_count() or 1
+    if (busy := max(row.load_average for row in rows)) > num_cores:
+        found.append(f"the machine had {busy:.1f} processes wanting its {num_cores} cores: gateways may have starved")
     for row in rows:
         for name, what in (("lag_p99_s", "the fakes' events"), ("send_lag_p99_s", "the clients' requests")):
             late = row.lag.get(name, 0.0)

@@ -54,6 +54,7 @@ class Row:
     hit_ratio, imbalance  as the replicas counted it, whatever the gateway passed on
     lag                   how late the fakes' events and the clients' requests were
     cpu                   cores that gateway, fakes and clients kept busy
+    load_average          processes that ran or wanted to, on the whole machine, in the last minute of the run
     """
 
     gateway: str
@@ -75,6 +76,7 @@ class Row:
     compress: int = 0
     lag: dict[str, float] = field(default_factory=dict)
     cpu: dict[str, float] = field(default_factory=dict)
+    load_average: float = 0.0
     errors: list[str] = field(default_factory=list)
 
     def object(self) -> dict[str, Any]:
@@ -188,6 +190,7 @@ def _row(
         compress=plan.wording.compress,
         lag=lag,
         cpu=cpu,
+        load_average=os.getloadavg()[0],
         errors=sorted({job.reason for job in failed})[:5],
     )
 
