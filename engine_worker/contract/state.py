@@ -48,6 +48,7 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
     """All that is needed to render a chat and tokenize it as the worker does. `tokenizer_json` is tokenizers' format.
 
     `special_tokens` holds the names that chat templates use (bos_token, eos_token, pad_token, unk_token, ...).
+    `response_template` is transformers' description of how the model writes its answers, as JSON; "" for none.
     """
 
     fingerprint: str
@@ -55,3 +56,4 @@ class TokenizerBundle(msgspec.Struct, frozen=True, kw_only=True):
     chat_template: str | None
     special_tokens: dict[str, str]
     max_model_len: int
+    response_template: str = ""

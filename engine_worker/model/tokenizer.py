@@ -12,6 +12,7 @@ import json
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import tokenizers
 
 from engine_worker.contract.state import TokenizerBundle
@@ -40,7 +41,9 @@ def load_tokenizer(folder: Path, max_model_len: int, trust_remote_code: bool = F
         tokenizer.no_padding()
         text = tokenizer.to_str()
     settings = read_json(folder / "tokenizer_config.json")
-    return make_bundle(text, chat_template(folder, settings), special_tokens(folder, settings), max_model_len)
+    bundle = make_bundle(text, chat_template(folder, settings), special_tokens(folder, settings), max_model_len)
+    answers = settings.get("response_template")
+    return msgspec.structs.replace(bundle, response_template=json.dumps(answers)) if answers else bundle
 
 
 def make_bundle(

@@ -44,7 +44,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--max-num-batched-tokens", type=_positive, default=512, metavar="N", help="tokens a step (default %(default)s)"
     )
-    add("--attention-backend", default="auto", help="auto, reference or cpu (default %(default)s)")
+    add("--attention-backend", default="auto", help="auto, reference, cpu or native (default %(default)s)")
     add("--threads", type=_positive, metavar="N", help="torch threads (default: this worker's share of the cores)")
     add("--no-prefix-caching", action="store_true", help="compute every prompt from its start")
     add("--kv-events-port", type=_events_port, default=0, metavar="PORT", help='0: any free port; "off": none')

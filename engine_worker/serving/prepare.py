@@ -28,6 +28,7 @@ logger = logging.getLogger("warmgate.worker")
 
 DEFAULT_COMPLETION_TOKENS = 16  # OpenAI's default of /v1/completions; a chat may go on to the model's limit
 _MAX_NAMES_LOGGED = 100
+_PREFIX_TOKENS = 512  # of the prompt's end, for a response template
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -105,6 +106,8 @@ class Preparer:
         call = self._prepared(request, (prompt,), max_tokens, num_logprobs, param="messages", grammar=grammar)
         if tools is None:
             return call
+        if tools.response_template is not None:  # the prompt may have begun the answer
+            tools = replace(tools, prefix=self.renderer.decode(prompt[-_PREFIX_TOKENS:], skip_special_tokens=False))
         return replace(call, tools=tools, kept_special=self._tool_planner.special_marks)
 
     def completion(self, body: bytes) -> PreparedCall:

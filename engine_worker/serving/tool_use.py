@@ -1,7 +1,8 @@
 """What a request's tools mean for its answer: which calls may come, in which notation, and what the model may write.
 
 The notation is read off the chat template: that is what the model was trained on. A template that knows no tools gets
-them told as text, with Hermes's tags (contract/tools.py).
+them told as text, with Hermes's tags (contract/tools.py). A notation that is not known here is left to transformers'
+response parser, where the tokenizer brings a description for it.
 
     none      tools are shown, calls are not looked for
     auto      calls are found in the text. Where a function is `strict`, or the request asks for a format as well, the
@@ -21,6 +22,7 @@ from typing import Any
 from engine_worker.contract.prompt import PromptRenderer
 from engine_worker.contract.tools import CALL_BEGIN, CALL_END
 from engine_worker.serving.requests import ChatRequest
+from engine_worker.serving.response_template import TemplateParser, usable
 from engine_worker.serving.structured import Format, compiled, schema_text
 from engine_worker.serving.tool_parser import CallStyle, ToolParser
 from engine_worker.serving.validation import invalid, unsupported
@@ -53,8 +55,12 @@ class ToolUse:
     style: CallStyle
     functions: dict[str, Any]  # name -> schema of its parameters
     limit: int | None
+    response_template: dict[str, Any] | None = None  # read by it, instead of by the style
+    prefix: str = ""  # the end of the prompt, for the response template
 
-    def parser(self) -> ToolParser:
+    def parser(self) -> ToolParser | TemplateParser:
+        if self.response_template is not None:
+            return TemplateParser(self.response_template, self.functions, self.limit, self.prefix)
         return ToolParser(self.style, self.functions, self.limit)
 
 
@@ -77,6 +83,7 @@ class ToolPlanner:
 
     def __init__(self, renderer: PromptRenderer) -> None:
         self._style = call_style(renderer.bundle.chat_template, renderer.knows_tools)
+        self._template = usable(renderer.bundle.response_template) if self._style is None else None
         added = renderer.tokenizer.get_added_tokens_decoder()
         self._added = {token.content: token_id for token_id, token in added.items()}
         self._special = {token.content: token_id for token_id, token in added.items() if token.special}
@@ -85,7 +92,7 @@ class ToolPlanner:
     def special_marks(self) -> frozenset[int]:
         """Special tokens that mark calls: they must not be left out of the text that is searched."""
         if self._style is None:
-            return frozenset()
+            return frozenset(self._special.values()) if self._template else frozenset()
         marks = (self._style.begin, self._style.end, self._style.between)
         return frozenset(self._special[mark] for mark in marks if mark in self._special)
 
@@ -97,6 +104,9 @@ class ToolPlanner:
             return None, wanted.grammar() if wanted else ""
         style = self._style
         if style is None:
+            if choice == "auto" and self._template and wanted is None and not any(f.strict for f in functions):
+                limit = 1 if request.parallel_tool_calls is False else None
+                return ToolUse(HERMES, {f.name: f.parameters for f in functions}, limit, self._template), ""
             if choice == "auto":
                 raise unsupported(
                     "tools",
