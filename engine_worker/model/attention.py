@@ -87,6 +87,11 @@ class StepContext:
 _CONTEXT: ContextVar[StepContext | None] = ContextVar("warmgate_step", default=None)
 
 
+def current_context() -> StepContext | None:
+    """The step that this thread's forward belongs to, None outside of one."""
+    return _CONTEXT.get()
+
+
 @contextmanager
 def step_context(context: StepContext) -> Iterator[StepContext]:
     """Make `context` the one that this thread's forward attends in."""

@@ -67,13 +67,23 @@ class KVTensors:
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store key [1, Hkv, T, Dk] and value [1, Hkv, T, Dv] of the step's tokens in their slots [T]."""
-        pair = self._layers[layer]
-        if pair is None:
-            shape = LayerShape(key.shape[1], key.shape[3], value.shape[3])
-            pair = self._layers[layer] = self._allocate(shape, key.dtype)
+        pair = self.ensure(layer, LayerShape(key.shape[1], key.shape[3], value.shape[3]), key.dtype)
         pair[0].index_copy_(0, slots, key[0].transpose(0, 1))
         pair[1].index_copy_(0, slots, value[0].transpose(0, 1))
         if layer == self.num_layers - 1:
+            self._note_pollution(slots, key, value)
+
+    def ensure(self, layer: int, shape: LayerShape, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """A layer's tensors, allocated now if this is its first write. `written` must follow what is put there."""
+        pair = self._layers[layer]
+        if pair is None:
+            pair = self._layers[layer] = self._allocate(shape, dtype)
+        return pair
+
+    def written(self, layer: int, slots: torch.Tensor, is_finite: bool) -> None:
+        """Note that rows [T] of a layer were written in place, and whether all of them are finite."""
+        if layer == self.num_layers - 1 and not is_finite:
+            key, value = (tensor[slots].transpose(0, 1)[None] for tensor in self.layer(layer))
             self._note_pollution(slots, key, value)
 
     def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:

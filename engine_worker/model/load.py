@@ -20,9 +20,10 @@ from engine_worker.model.backends import make_backend
 from engine_worker.model.checkpoint import LoadedCheckpoint, load_checkpoint
 from engine_worker.model.families import num_layers, refuse_module
 from engine_worker.model.kv_tensors import KVLayout, KVTensors
-from engine_worker.model.linear import prepack
-from engine_worker.model.memory import format_bytes, num_kv_blocks
+from engine_worker.model.memory import num_kv_blocks
+from engine_worker.model.native import library as native
 from engine_worker.model.packed_model import PackedModel
+from engine_worker.model.prepare import count_bytes, prepare_module
 from engine_worker.model.rope import freeze_rope
 from engine_worker.model.runner import ModelRunner
 from engine_worker.model.sampler import Sampler
@@ -47,11 +48,12 @@ def load_model(config: EngineConfig, progress: Callable[[str], None]) -> ModelRu
     module = checkpoint.module
     refuse_module(module)
     max_model_len, notes = freeze_rope(module, checkpoint.max_model_len)
+    library = native.load(progress) if checkpoint.device.type == "cpu" else None
     backend = make_backend(config.attention_backend, checkpoint.device)
     details = [*checkpoint.details, *notes]
-    packed = prepack(module)
-    if packed.num_packed:
-        details.append(f"{packed.num_packed} linear layers packed ({format_bytes(packed.packed_bytes)} more)")
+    if checkpoint.device.type == "cpu":
+        details.append(native.status())
+    details += prepare_module(module, checkpoint.dtype, library, backend, "float32", progress)
     layout = _test(config, checkpoint, backend, max_model_len, details, progress)
 
     block_bytes = layout.block_bytes(config.block_size)
@@ -68,7 +70,7 @@ def load_model(config: EngineConfig, progress: Callable[[str], None]) -> ModelRu
         block_size=config.block_size,
         num_blocks=num_blocks,
         kv_block_bytes=block_bytes,
-        weight_bytes=checkpoint.weight_bytes,
+        weight_bytes=count_bytes(module),
         dtype=str(checkpoint.dtype).removeprefix("torch."),
         device=str(checkpoint.device),
         attention_backend=backend.name,
@@ -90,7 +92,8 @@ def _masks(checkpoint: LoadedCheckpoint, info: ModelInfo, progress: Callable[[st
     try:
         from engine_worker.model.token_masks import TokenMasks
 
-        return TokenMasks(checkpoint.tokenizer.tokenizer_json, info.vocab_size, info.eos_token_ids)
+        tokenizer = checkpoint.tokenizer.tokenizer_json
+        return TokenMasks(tokenizer, info.vocab_size, info.eos_token_ids, checkpoint.device)
     except (ImportError, ValueError) as error:
         progress(f"no structured output: {str(error).splitlines()[0][:200]}")
         return None

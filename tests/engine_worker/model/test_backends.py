@@ -1,4 +1,4 @@
-"""The CPU backend equals the reference backend, whatever the shapes, masks, chunks and block tables."""
+"""The CPU backends equal the reference backend, whatever the shapes, masks, chunks and block tables."""
 
 from __future__ import annotations
 
@@ -19,12 +19,14 @@ from engine_worker.core.types import BlockId, Request, SamplingParams, Segment
 from engine_worker.model import backend_cpu, backend_cpu_plan, packing
 from engine_worker.model.attention import AttentionBackend, AttentionCall
 from engine_worker.model.backend_cpu import CPUBackend
+from engine_worker.model.backend_native import NativeBackend
 from engine_worker.model.backend_reference import ReferenceBackend
 from engine_worker.model.backends import make_backend
 from engine_worker.model.errors import ModelError
 from engine_worker.model.kv_tensors import KVTensors
 from engine_worker.model.masks import MaskTag
 from engine_worker.model.packing import BlockTables, pack
+from tests.engine_worker.model.native import available_libraries
 
 pytestmark = pytest.mark.engine
 
@@ -121,12 +123,14 @@ def outputs(case: Case, backend: AttentionBackend) -> list[torch.Tensor]:
 
 def assert_equal(case: Case, tolerance: float = 2e-5) -> None:
     expected = outputs(case, ReferenceBackend())
-    actual = outputs(case, CPUBackend())
-    assert len(actual) == len(expected) > 0
-    for ours, theirs in zip(actual, expected, strict=True):
-        assert ours.shape == theirs.shape
-        assert ours.dtype == theirs.dtype == case.dtype
-        torch.testing.assert_close(ours.float(), theirs.float(), atol=tolerance, rtol=tolerance)
+    natives = [NativeBackend(library) for library in available_libraries()]
+    for backend in (CPUBackend(), *natives):
+        actual = outputs(case, backend)
+        assert len(actual) == len(expected) > 0
+        for ours, theirs in zip(actual, expected, strict=True):
+            assert ours.shape == theirs.shape
+            assert ours.dtype == theirs.dtype == case.dtype
+            torch.testing.assert_close(ours.float(), theirs.float(), atol=tolerance, rtol=tolerance)
 
 
 MIXED = ((9, 1, 1, 7), (1, 1, 1, 1), (3, 14, 2, 1), (0, 5, 1, 1), (20, 1, 6, 1))
@@ -304,7 +308,7 @@ def test_a_wrong_backend_is_noticed() -> None:
 
 
 def test_unknown_backends_are_refused_with_the_choices() -> None:
-    with pytest.raises(ModelError, match="auto, reference or cpu"):
+    with pytest.raises(ModelError, match="auto, reference, cpu or native"):
         make_backend("flash", CPU)
     assert make_backend("auto", CPU).name == "cpu"
     assert make_backend("auto", torch.device("cuda")).name == "reference"

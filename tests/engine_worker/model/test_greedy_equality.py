@@ -21,10 +21,14 @@ from engine_worker.core.types import FinishReason
 from engine_worker.model import backend_cpu_plan, packing
 from engine_worker.model.attention import AttentionCall
 from engine_worker.model.backend_cpu import CPUBackend
+from engine_worker.model.backend_native import NativeBackend
 from engine_worker.model.backend_reference import ReferenceBackend
+from engine_worker.model.fuse import fuse_layers
 from engine_worker.model.kv_tensors import KVTensors
 from engine_worker.model.masks import CAUSAL
+from engine_worker.model.native_linear import nativize
 from engine_worker.model.packing import PackedBatch
+from tests.engine_worker.model.native import INSTRUCTION_SETS, library_for
 from tests.engine_worker.model.serving import Answer, TinyEngine, transformers_greedy
 from tests.engine_worker.model.tiny_models import FAMILIES, VOCAB, WINDOW, tiny_model
 
@@ -175,6 +179,31 @@ def test_full_product(family: str, setting: Setting) -> None:
 def test_covering_settings(family: str) -> None:
     for setting in COVERING:
         check(family, setting)
+
+
+@cache
+def native_model(family: str, isa: str):  # type: ignore[no-untyped-def]
+    """The family's model laid out for the kernels, and its backend. Dense linears are gone, layers fused if possible."""
+    backend = NativeBackend(library_for(isa))
+    module = tiny_model(family)
+    nativize(module, backend.library, "float32")
+    return module, backend, fuse_layers(module, backend)
+
+
+# Layers of these are recognised, in all their layers; the others' are not, and run kernel by kernel.
+FUSED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3")
+
+
+@pytest.mark.parametrize("isa", INSTRUCTION_SETS[:2])
+@pytest.mark.parametrize("family", list(FAMILIES))
+def test_native_kernels(family: str, isa: str) -> None:
+    if isa != "avx512" and family not in ("llama", "gemma3_text", "gpt_oss"):
+        pytest.skip("a few families suffice for a second instruction set")
+    module, backend, num_fused = native_model(family, isa)
+    assert num_fused == (3 if family in FUSED else 0)
+    engine = TinyEngine(module, budget=16, num_blocks=SMALL_POOL[8], backend=backend)
+    assert_equal(engine.run(prompts(), MAX_TOKENS), reference(family))
+    assert_equal(engine.run(prompts(), MAX_TOKENS), reference(family))
 
 
 @pytest.mark.parametrize("family", ["llama", "gemma3_text", "deepseek_v3"])

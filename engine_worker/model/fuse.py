@@ -1,0 +1,192 @@
+"""Decoder layers that run as one call of the kernel library.
+
+transformers' layers are recognised by their parts, never by their family: a pre-norm layer with rotary attention and a
+gated SiLU MLP has the same parts in llama, mistral, qwen2, qwen3, smollm3 and many more. What else a layer does
+(residual multipliers, other rotations, other activations) can't be seen in its parts. So every swap is tried first, on
+what the real model hands to that very layer, against the layer's own code: output, keys and values must agree. What
+differs keeps its own forward. The self-test at load then covers the whole.
+
+Swaps are of instances' `forward`; parameters stay where they are. Outside a step with the native backend (in the
+self-test's reference, for one) a fused layer runs its own code.
+"""
+
+from __future__ import annotations
+
+import ctypes
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from engine_worker.core.types import BlockId, Request, SamplingParams, Segment
+from engine_worker.model.attention import StepContext, current_context, step_context
+from engine_worker.model.backend_native import NativeBackend
+from engine_worker.model.backend_reference import ReferenceBackend
+from engine_worker.model.families import num_layers
+from engine_worker.model.fused_parts import LayerParts, find_parts
+from engine_worker.model.kv_tensors import KVTensors, LayerShape
+from engine_worker.model.masks import MaskTag
+from engine_worker.model.native.kernels import address
+from engine_worker.model.native.library import LayerStruct
+from engine_worker.model.packed_model import PackedModel
+from engine_worker.model.packing import BlockTables, PackedBatch, pack
+
+TOLERANCE = 2e-4  # of the outputs' largest value; rounding stays near 1e-6
+_NUM_TOKENS = 11  # of the trial
+_BLOCK_SIZE = 4
+
+
+class FusedLayer:
+    """One decoder layer behind one call. `forward` takes what transformers gives and falls back to the layer's own."""
+
+    def __init__(self, layer: nn.Module, parts: LayerParts, backend: NativeBackend) -> None:
+        self.parts = parts
+        self._own: Callable[..., Any] = layer.forward
+        self._backend = backend
+        self._shape = LayerShape(parts.num_kv_heads, parts.head_dim, parts.head_dim)
+        q_norm, k_norm = parts.q_norm, parts.k_norm
+        self._struct = LayerStruct(
+            qkv=parts.qkv.struct,
+            out=parts.out.struct,
+            gate_up=parts.gate_up.struct,
+            down=parts.down.struct,
+            input_norm=address(parts.input_norm.weight),
+            post_norm=address(parts.post_norm.weight),
+            q_norm=None if q_norm is None else address(q_norm.weight),
+            k_norm=None if k_norm is None else address(k_norm.weight),
+            hidden=parts.out.shape[0],
+            inner=parts.down.shape[1],
+            input_eps=parts.input_norm.eps,
+            post_eps=parts.post_norm.eps,
+            q_eps=0.0 if q_norm is None else q_norm.eps,
+            k_eps=0.0 if k_norm is None else k_norm.eps,
+        )
+        self._pointer = ctypes.pointer(self._struct)
+
+    def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
+        context = current_context()
+        if context is None or context.backend.name != NativeBackend.name:
+            return self._own(hidden_states, *args, **kwargs)
+        out = self.run(hidden_states, kwargs, context)
+        return self._own(hidden_states, *args, **kwargs) if out is None else out
+
+    def run(self, hidden: Tensor, kwargs: dict[str, Any], context: StepContext) -> Tensor | None:
+        """The layer's output [1, T, H], or None where these arguments are not for the kernels."""
+        mask, rotation = kwargs.get("attention_mask"), kwargs.get("position_embeddings")
+        if not isinstance(mask, MaskTag) or hidden.dtype != torch.float32:
+            return None
+        ranges = self._backend.ranges(mask, context.batch)
+        if not ranges.is_exact:
+            return None
+        parts, kv, batch = self.parts, context.kv, context.batch
+        cos = sin = None
+        if parts.rotates:
+            if not isinstance(rotation, tuple) or rotation[0].shape != (1, batch.num_tokens, rotation[0].shape[2]):
+                return None
+            cos, sin = rotation[0].contiguous(), rotation[1].contiguous()
+        keys, values = kv.ensure(parts.layer, self._shape, torch.float32)
+        if keys.dtype != torch.float32:
+            return None
+        context.calls.append(parts.layer)
+        out = hidden.clone(memory_format=torch.contiguous_format)
+        call = batch.memo.get(("native call", id(ranges), self._shape, parts.num_heads))
+        if call is None:
+            call = self._backend.describe(batch, ranges, parts.num_heads, keys, values)
+            batch.memo[("native call", id(ranges), self._shape, parts.num_heads)] = call
+        call.scale = parts.scaling  # type: ignore[attr-defined]
+        struct = self._struct
+        struct.keys, struct.values = keys.data_ptr(), values.data_ptr()
+        struct.rotary = 0 if cos is None else cos.shape[-1]
+        is_finite = self._backend.library.layer(
+            self._pointer,
+            call,
+            out.data_ptr(),
+            address(cos),
+            address(sin),
+            batch.slots.data_ptr(),
+            batch.num_tokens,
+            torch.get_num_threads(),
+        )
+        kv.written(parts.layer, batch.slots, bool(is_finite))
+        return out
+
+
+@dataclass(slots=True)
+class _Seen:
+    """What the model handed to a layer in the trial, and what the layer's own code answered."""
+
+    args: tuple[Any, ...] = ()
+    kwargs: dict[str, Any] = field(default_factory=dict)
+    output: Any = None
+
+
+@torch.inference_mode()
+def fuse_layers(module: PreTrainedModel, backend: NativeBackend) -> int:
+    """Swap the forward of every decoder layer that the kernels compute alike. Returns how many there are."""
+    found = {layer: parts for layer in module.modules() if (parts := find_parts(layer)) is not None}
+    if not found:
+        return 0
+    seen, batch, kv = _trial(module, list(found))
+    count = 0
+    for layer, parts in found.items():
+        if any(_agrees(layer, variant, backend, seen[layer], batch, kv) for variant in parts.variants()):
+            count += 1
+    return count
+
+
+def _trial(module: PreTrainedModel, layers: list[nn.Module]) -> tuple[dict[nn.Module, _Seen], PackedBatch, KVTensors]:
+    """One forward by the model's own code over a few random tokens, recording what goes through the layers."""
+    seen = {layer: _Seen() for layer in layers}
+
+    def before(layer: nn.Module, args: Any, kwargs: Any) -> None:
+        seen[layer].args = tuple(x.clone() if isinstance(x, Tensor) else x for x in args)
+        seen[layer].kwargs = dict(kwargs)
+
+    def after(layer: nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+        seen[layer].output = output
+
+    hooks = []
+    for layer in layers:
+        hooks.append(layer.register_forward_pre_hook(before, with_kwargs=True))
+        hooks.append(layer.register_forward_hook(after, with_kwargs=True))
+    generator = torch.Generator().manual_seed(99)
+    vocab_size = module.get_input_embeddings().weight.shape[0]
+    ids = tuple(torch.randint(0, vocab_size, (_NUM_TOKENS,), generator=generator).tolist())
+    num_blocks = -(-_NUM_TOKENS // _BLOCK_SIZE)
+    request = Request(request_id="trial", prompt_ids=ids, params=SamplingParams(max_tokens=1), arrival_s=0.0)
+    request.block_ids = [BlockId(index) for index in reversed(range(num_blocks))]
+    tables = BlockTables(1, num_blocks, _BLOCK_SIZE)
+    batch = pack([Segment(request, 0, ids, request.block_ids, sample=True)], tables, module.device)
+    kv = KVTensors(num_layers(module), num_blocks, _BLOCK_SIZE, module.device)
+    try:
+        PackedModel(module, ReferenceBackend(), kv).forward(batch, [_NUM_TOKENS - 1])
+    finally:
+        for hook in hooks:
+            hook.remove()
+    return seen, batch, kv
+
+
+def _agrees(
+    layer: nn.Module, parts: LayerParts, backend: NativeBackend, seen: _Seen, batch: PackedBatch, kv: KVTensors
+) -> bool:
+    """Try the kernels on what the layer was given. Swaps its forward if output, keys and values are the same."""
+    if len(seen.args) != 1 or not isinstance(seen.output, Tensor):
+        return False
+    fused = FusedLayer(layer, parts, backend)
+    scratch = KVTensors(kv.num_layers, kv.num_blocks, kv.block_size, kv.device)
+    with step_context(StepContext(backend, batch, scratch)) as context:
+        out = fused.run(seen.args[0], seen.kwargs, context)
+    if out is None or not _close(out, seen.output):
+        return False
+    pairs = zip(scratch.layer(parts.layer), kv.layer(parts.layer), strict=True)
+    if not all(ours.shape == theirs.shape and _close(ours, theirs) for ours, theirs in pairs):
+        return False
+    layer.forward = fused.forward  # type: ignore[method-assign]
+    return True
+
+
+def _close(ours: Tensor, theirs: Tensor) -> bool:
+    return bool((ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max().clamp(min=1e-6))

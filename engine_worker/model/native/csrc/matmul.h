@@ -1,0 +1,279 @@
+// y = x w^T for a weight that was laid out once: float32, 8-bit with a scale a row, or 4-bit with scales a group.
+//
+// The weight [N, K] is cut into panels of 32 output columns, each stored as K rows of 32. A register tile of up to
+// MAX_ROWS rows of x by one panel runs over all of K; the panel comes from memory once and from the second-level cache
+// for further row tiles. So one copy serves every number of rows, and a single row runs at the speed of memory.
+//
+// With many rows the conversion of narrow weights to float32 would be repeated for every row tile: from WIDE_ROWS on a
+// panel is converted once into scratch. The products are the same float32 ones either way.
+#pragma once
+#include <algorithm>
+#include <cstdlib>
+#include <vector>
+#include "vec.h"
+
+constexpr int PANEL = 32;      // columns of a panel; the layout's, known to native/kernels.py
+constexpr int WIDE_ROWS = 24;
+constexpr int STREAMS = MAX_ROWS >= 12 ? 6 : 2;  // panels that a single row is multiplied by at once
+constexpr int64_t SUM_LENGTH = 256;
+constexpr int64_t CHUNK_FLOATS = 1 << 17;  // of x, while the panels pass
+
+enum Kind : int32_t { F32 = 0, I8 = 1, I4 = 2 };
+
+// As native/kernels.py fills it. scales: [N padded] for I8; [panels, K / group, PANEL] for I4. bias may be null.
+struct Weight {
+  const void* data;
+  const float* scales;
+  const float* bias;
+  int64_t rows, cols;  // N, K
+  int32_t kind, group;
+};
+
+
+// Scratch that each thread keeps between calls.
+INLINE float* scratch(int which, size_t floats) {
+  static thread_local std::vector<float> buffers[8];
+  std::vector<float>& buffer = buffers[which];
+  if (buffer.size() < floats + W) buffer.resize(floats + W);
+  uintptr_t address = (uintptr_t)buffer.data();
+  return (float*)((address + 63) & ~(uintptr_t)63);
+}
+
+template <int R>
+struct Tile {
+  V acc[R][2];
+  MEMBER void clear() {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = set1(0);
+  }
+  MEMBER void step(const float* a, int64_t stride, V w0, V w1) {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) {
+      V x = set1(a[r * stride]);
+      acc[r][0] = fma(x, w0, acc[r][0]);
+      acc[r][1] = fma(x, w1, acc[r][1]);
+    }
+  }
+  MEMBER void add(const Tile& other) {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) acc[r][0] = acc[r][0] + other.acc[r][0], acc[r][1] = acc[r][1] + other.acc[r][1];
+  }
+  MEMBER void scale(V s0, V s1) {
+#pragma GCC unroll 16
+    for (int r = 0; r < R; r++) acc[r][0] = acc[r][0] * s0, acc[r][1] = acc[r][1] * s1;
+  }
+};
+
+// acc += a [K, rows] times w [K, PANEL] (row stride `pitch`). a[k * next + r * stride].
+template <int R>
+INLINE void multiply(Tile<R>& tile, const float* a, int64_t stride, int64_t next, const float* w, int64_t pitch,
+                     int64_t k) {
+  int64_t i = 0;
+  if (R <= 2) {  // too few accumulators to hide the latency of a multiply-add: a second set for odd steps
+    Tile<R> odd;
+    odd.clear();
+    for (; i + 2 <= k; i += 2) {
+      __builtin_prefetch(w + (i + 24) * pitch), __builtin_prefetch(w + (i + 24) * pitch + W);
+      __builtin_prefetch(w + (i + 25) * pitch), __builtin_prefetch(w + (i + 25) * pitch + W);
+      tile.step(a + i * next, stride, load(w + i * pitch), load(w + i * pitch + W));
+      odd.step(a + (i + 1) * next, stride, load(w + (i + 1) * pitch), load(w + (i + 1) * pitch + W));
+    }
+    tile.add(odd);
+  }
+  for (; i < k; i++) {
+    __builtin_prefetch(w + (i + 24) * pitch), __builtin_prefetch(w + (i + 24) * pitch + W);
+    tile.step(a + i * next, stride, load(w + i * pitch), load(w + i * pitch + W));
+  }
+}
+
+template <int R>
+INLINE void multiply_i8(Tile<R>& tile, const float* a, int64_t stride, int64_t next, const int8_t* w, int64_t k) {
+  int64_t i = 0;
+  if (R <= 2) {
+    Tile<R> odd;
+    odd.clear();
+    for (; i + 2 <= k; i += 2) {
+      const int8_t* p = w + i * PANEL;
+      __builtin_prefetch(p + 1024);
+      tile.step(a + i * next, stride, load_i8(p), load_i8(p + W));
+      odd.step(a + (i + 1) * next, stride, load_i8(p + PANEL), load_i8(p + PANEL + W));
+    }
+    tile.add(odd);
+  }
+  for (; i < k; i++) {
+    __builtin_prefetch(w + i * PANEL + 1024);
+    tile.step(a + i * next, stride, load_i8(w + i * PANEL), load_i8(w + i * PANEL + W));
+  }
+}
+
+// Rows 2 j and 2 j + 1 of the panel share bytes [PANEL]: the even one in the low halves. `group` is even.
+template <int R>
+INLINE void multiply_i4(Tile<R>& tile, const float* a, int64_t stride, int64_t next, const uint8_t* w,
+                        const float* scales, int64_t k, int64_t group) {
+  for (int64_t g = 0; g < k; g += group, scales += PANEL) {
+    V s0 = load(scales), s1 = load(scales + W);
+    Tile<R> part;
+    part.clear();
+    int64_t end = g + group < k ? g + group : k;
+    for (int64_t i = g; i < end; i += 2) {
+      V low0, high0, low1, high1;
+      const uint8_t* p = w + (i / 2) * PANEL;
+      __builtin_prefetch(p + 1024);
+      load_i4(p, low0, high0);
+      load_i4(p + W, low1, high1);
+      if (R <= 4) {
+        part.step(a + i * next, stride, low0, low1);
+        part.step(a + (i + 1) * next, stride, high0, high1);
+      } else {
+        tile.step(a + i * next, stride, low0 * s0, low1 * s1);
+        tile.step(a + (i + 1) * next, stride, high0 * s0, high1 * s1);
+      }
+    }
+    if (R <= 4) {
+      part.scale(s0, s1);
+      tile.add(part);
+    }
+  }
+}
+
+// The float32 values of one panel, without its rows' 8-bit scales (they are applied to the result).
+INLINE void widen_panel(const Weight& w, int64_t panel, float* out) {
+  if (w.kind == I8) {
+    const int8_t* p = (const int8_t*)w.data + panel * w.cols * PANEL;
+    for (int64_t i = 0; i < w.cols * PANEL; i += W) store(out + i, load_i8(p + i));
+    return;
+  }
+  const uint8_t* p = (const uint8_t*)w.data + panel * (w.cols / 2) * PANEL;
+  const float* scales = w.scales + panel * ((w.cols + w.group - 1) / w.group) * PANEL;
+  for (int64_t k = 0; k < w.cols; k += 2) {
+    const float* s = scales + (k / w.group) * PANEL;
+    for (int half = 0; half < PANEL; half += W) {
+      V low, high, factor = load(s + half);
+      load_i4(p + (k / 2) * PANEL + half, low, high);
+      store(out + k * PANEL + half, low * factor);
+      store(out + (k + 1) * PANEL + half, high * factor);
+    }
+  }
+}
+
+// Scale, bias and store the 32 columns of one row of y.
+INLINE void finish(const Weight& w, int64_t panel, V low, V high, float* y, bool accumulate) {
+  const int64_t first = panel * PANEL, width = w.rows - first;
+  if (w.kind == I8) low = low * load(w.scales + first), high = high * load(w.scales + first + W);
+  if (width >= PANEL) {
+    float* out = y + first;
+    if (w.bias) low = low + load(w.bias + first), high = high + load(w.bias + first + W);
+    if (accumulate) low = low + load(out), high = high + load(out + W);
+    store(out, low), store(out + W, high);
+    return;
+  }
+  float line[PANEL];
+  store(line, low), store(line + W, high);
+  for (int64_t j = 0; j < width; j++) {
+    float value = line[j] + (w.bias ? w.bias[first + j] : 0.0f);
+    y[first + j] = accumulate ? y[first + j] + value : value;
+  }
+}
+
+template <int R>
+static void run_tile(const Weight& w, int64_t panel, const float* wide, const float* a, int64_t next, float* y,
+                     int64_t pitch, bool accumulate) {
+  Tile<R> tile;
+  tile.clear();
+  const float* plain = wide ? wide : w.kind == F32 ? (const float*)w.data + panel * w.cols * PANEL : nullptr;
+  if (plain || w.kind == I8) {
+    const int8_t* bytes = (const int8_t*)w.data + panel * w.cols * PANEL;
+    for (int64_t k = 0; k < w.cols; k += SUM_LENGTH) {  // sums of sums: errors grow with the length of a chain
+      int64_t n = std::min<int64_t>(SUM_LENGTH, w.cols - k);
+      Tile<R> part;
+      part.clear();
+      if (plain)
+        multiply<R>(part, a + k * next, 1, next, plain + k * PANEL, PANEL, n);
+      else
+        multiply_i8<R>(part, a + k * next, 1, next, bytes + k * PANEL, n);
+      tile.add(part);
+    }
+  } else
+    multiply_i4<R>(tile, a, 1, next, (const uint8_t*)w.data + panel * (w.cols / 2) * PANEL,
+                   w.scales + panel * ((w.cols + w.group - 1) / w.group) * PANEL, w.cols, w.group);
+  for (int r = 0; r < R; r++) finish(w, panel, tile.acc[r][0], tile.acc[r][1], y + r * pitch, accumulate);
+}
+
+INLINE V load_weight(const float* p) { return load(p); }
+INLINE V load_weight(const int8_t* p) { return load_i8(p); }
+
+// One row of x by STREAMS panels at once: a core needs several streams of memory to use all of its bandwidth.
+template <class T>
+INLINE void run_row(const Weight& w, int64_t panel, const float* x, float* y, bool accumulate) {
+  const T* data = (const T*)w.data + panel * w.cols * PANEL;
+  V total[STREAMS][2];
+  for (int p = 0; p < STREAMS; p++) total[p][0] = total[p][1] = set1(0);
+  for (int64_t k = 0; k < w.cols; k += SUM_LENGTH) {
+    int64_t end = std::min<int64_t>(w.cols, k + SUM_LENGTH);
+    V acc[STREAMS][2];
+    for (int p = 0; p < STREAMS; p++) acc[p][0] = acc[p][1] = set1(0);
+    for (int64_t i = k; i < end; i++) {
+      V a = set1(x[i]);
+#pragma GCC unroll 8
+      for (int p = 0; p < STREAMS; p++) {
+        const T* at = data + p * w.cols * PANEL + i * PANEL;
+        acc[p][0] = fma(a, load_weight(at), acc[p][0]);
+        acc[p][1] = fma(a, load_weight(at + W), acc[p][1]);
+      }
+    }
+    for (int p = 0; p < STREAMS; p++) {
+      total[p][0] = total[p][0] + acc[p][0];
+      total[p][1] = total[p][1] + acc[p][1];
+    }
+  }
+  for (int p = 0; p < STREAMS; p++) finish(w, panel + p, total[p][0], total[p][1], y, accumulate);
+}
+
+typedef void (*TileFunction)(const Weight&, int64_t, const float*, const float*, int64_t, float*, int64_t, bool);
+
+template <int R>
+INLINE TileFunction pick_tile(int rows) {
+  if constexpr (R == 1)
+    return run_tile<1>;
+  else
+    return rows == R ? run_tile<R> : pick_tile<R - 1>(rows);
+}
+
+// y [m, N] (row pitch `pitch`) = x [m, K] w^T + bias, or += with `accumulate`.
+//
+// Rows come in chunks whose share of x stays in the second-level cache while all panels pass by.
+static void matmul(const Weight& w, const float* x, int64_t m, float* y, int64_t pitch, bool accumulate, int threads) {
+  const int64_t k = w.cols, panels = (w.rows + PANEL - 1) / PANEL;
+  int64_t chunk = std::max<int64_t>(CHUNK_FLOATS / k / MAX_ROWS, 1) * MAX_ROWS, chunks = (m + chunk - 1) / chunk;
+  for (int64_t part = 0; part < chunks; part++) {
+    const int64_t begin = m * part / chunks, size = m * (part + 1) / chunks - begin;
+    const int64_t tiles = (size + MAX_ROWS - 1) / MAX_ROWS;
+    const float* from = x + begin * k;
+    float* packed = size == 1 ? nullptr : scratch(0, (size_t)size * k);  // [tile][K][rows of the tile]
+    for (int64_t t = 0; packed && t < tiles; t++) {
+      int64_t first = size * t / tiles, rows = size * (t + 1) / tiles - first;
+      float* out = packed + first * k;
+      for (int64_t r = 0; r < rows; r++)
+        for (int64_t i = 0; i < k; i++) out[i * rows + r] = from[(first + r) * k + i];
+    }
+    const bool widen = w.kind != F32 && size >= WIDE_ROWS;
+    const int64_t together = size == 1 && w.kind != I4 ? panels / STREAMS * STREAMS : 0;
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t panel = 0; panel < together; panel += STREAMS) {
+      if (w.kind == F32)
+        run_row<float>(w, panel, from, y + begin * pitch, accumulate);
+      else
+        run_row<int8_t>(w, panel, from, y + begin * pitch, accumulate);
+    }
+#pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
+    for (int64_t panel = together; panel < panels; panel++) {
+      float* wide = widen ? scratch(1, (size_t)k * PANEL) : nullptr;
+      if (wide) widen_panel(w, panel, wide);
+      for (int64_t t = 0; t < tiles; t++) {
+        int64_t first = size * t / tiles, rows = size * (t + 1) / tiles - first;
+        pick_tile<MAX_ROWS>((int)rows)(w, panel, wide, packed ? packed + first * k : from, rows,
+                                       y + (begin + first) * pitch, pitch, accumulate);
+      }
+    }
+  }
+}

@@ -1,0 +1,133 @@
+// Sixteen floats as one value: a register with AVX-512, two with AVX2, an array elsewhere.
+//
+// Everything above is written on this type alone, so the same source gives one library an instruction set. Which of
+// them is loaded is decided at run time, by what the processor says.
+#pragma once
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+#if defined(__AVX512F__) || defined(__AVX2__)
+#include <immintrin.h>
+#endif
+
+#define INLINE static inline __attribute__((always_inline))
+#define MEMBER inline __attribute__((always_inline))
+
+constexpr int W = 16;
+
+#if defined(__AVX512F__)
+
+constexpr int MAX_ROWS = 12;  // rows of a register tile: 12 x 2 accumulators and 2 weights of 32 registers
+struct V { __m512 v; };
+INLINE V load(const float* p) { return {_mm512_loadu_ps(p)}; }
+INLINE void store(float* p, V a) { _mm512_storeu_ps(p, a.v); }
+INLINE V set1(float x) { return {_mm512_set1_ps(x)}; }
+INLINE V operator+(V a, V b) { return {_mm512_add_ps(a.v, b.v)}; }
+INLINE V operator-(V a, V b) { return {_mm512_sub_ps(a.v, b.v)}; }
+INLINE V operator*(V a, V b) { return {_mm512_mul_ps(a.v, b.v)}; }
+INLINE V operator/(V a, V b) { return {_mm512_div_ps(a.v, b.v)}; }
+INLINE V fma(V a, V b, V c) { return {_mm512_fmadd_ps(a.v, b.v, c.v)}; }
+INLINE V vmax(V a, V b) { return {_mm512_max_ps(a.v, b.v)}; }
+INLINE V vmin(V a, V b) { return {_mm512_min_ps(a.v, b.v)}; }
+INLINE V nearest(V a) { return {_mm512_roundscale_ps(a.v, 8)}; }
+INLINE V scale2(V a, V n) { return {_mm512_scalef_ps(a.v, n.v)}; }
+INLINE float sum(V a) { return _mm512_reduce_add_ps(a.v); }
+INLINE float top(V a) { return _mm512_reduce_max_ps(a.v); }
+INLINE V load_i8(const int8_t* p) {
+  return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))};
+}
+// 16 bytes, two 4-bit numbers each, as -8 .. 7: `low` those in the low halves.
+INLINE void load_i4(const uint8_t* p, V& low, V& high) {
+  const __m512 table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+  __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
+  low = {_mm512_permutexvar_ps(both, table)};  // only the low four bits choose
+  high = {_mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), table)};
+}
+
+#elif defined(__AVX2__)
+
+constexpr int MAX_ROWS = 3;  // 3 x 4 accumulators of 16 registers
+struct V { __m256 a, b; };
+INLINE V load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
+INLINE void store(float* p, V x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
+INLINE V set1(float x) { __m256 v = _mm256_set1_ps(x); return {v, v}; }
+INLINE V operator+(V x, V y) { return {_mm256_add_ps(x.a, y.a), _mm256_add_ps(x.b, y.b)}; }
+INLINE V operator-(V x, V y) { return {_mm256_sub_ps(x.a, y.a), _mm256_sub_ps(x.b, y.b)}; }
+INLINE V operator*(V x, V y) { return {_mm256_mul_ps(x.a, y.a), _mm256_mul_ps(x.b, y.b)}; }
+INLINE V operator/(V x, V y) { return {_mm256_div_ps(x.a, y.a), _mm256_div_ps(x.b, y.b)}; }
+INLINE V fma(V x, V y, V z) { return {_mm256_fmadd_ps(x.a, y.a, z.a), _mm256_fmadd_ps(x.b, y.b, z.b)}; }
+INLINE V vmax(V x, V y) { return {_mm256_max_ps(x.a, y.a), _mm256_max_ps(x.b, y.b)}; }
+INLINE V vmin(V x, V y) { return {_mm256_min_ps(x.a, y.a), _mm256_min_ps(x.b, y.b)}; }
+INLINE V nearest(V x) { return {_mm256_round_ps(x.a, 8), _mm256_round_ps(x.b, 8)}; }
+INLINE __m256 power2(__m256 n) {
+  return _mm256_castsi256_ps(_mm256_slli_epi32(_mm256_add_epi32(_mm256_cvtps_epi32(n), _mm256_set1_epi32(127)), 23));
+}
+INLINE V scale2(V x, V n) { return {_mm256_mul_ps(x.a, power2(n.a)), _mm256_mul_ps(x.b, power2(n.b))}; }
+INLINE __m128 halves(__m256 x) { return _mm_add_ps(_mm256_castps256_ps128(x), _mm256_extractf128_ps(x, 1)); }
+INLINE float sum(V x) {
+  __m128 s = halves(_mm256_add_ps(x.a, x.b));
+  s = _mm_add_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
+}
+INLINE float top(V x) {
+  __m256 m = _mm256_max_ps(x.a, x.b);
+  __m128 s = _mm_max_ps(_mm256_castps256_ps128(m), _mm256_extractf128_ps(m, 1));
+  s = _mm_max_ps(s, _mm_movehl_ps(s, s));
+  return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
+INLINE __m256 widen(__m128i bytes) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)); }
+INLINE V load_i8(const int8_t* p) {
+  __m128i x = _mm_loadu_si128((const __m128i*)p);
+  return {widen(x), widen(_mm_srli_si128(x, 8))};
+}
+INLINE void load_i4(const uint8_t* p, V& low, V& high) {
+  __m128i both = _mm_loadu_si128((const __m128i*)p), mask = _mm_set1_epi8(15), eight = _mm_set1_epi8(8);
+  __m128i l = _mm_sub_epi8(_mm_and_si128(both, mask), eight);
+  __m128i h = _mm_sub_epi8(_mm_and_si128(_mm_srli_epi16(both, 4), mask), eight);
+  low = {widen(l), widen(_mm_srli_si128(l, 8))};
+  high = {widen(h), widen(_mm_srli_si128(h, 8))};
+}
+
+#else
+
+constexpr int MAX_ROWS = 4;
+struct V { float x[W]; };
+#define EACH(expression) V r; for (int i = 0; i < W; i++) r.x[i] = (expression); return r
+INLINE V load(const float* p) { V r; std::memcpy(r.x, p, sizeof r.x); return r; }
+INLINE void store(float* p, V a) { std::memcpy(p, a.x, sizeof a.x); }
+INLINE V set1(float x) { EACH(x); }
+INLINE V operator+(V a, V b) { EACH(a.x[i] + b.x[i]); }
+INLINE V operator-(V a, V b) { EACH(a.x[i] - b.x[i]); }
+INLINE V operator*(V a, V b) { EACH(a.x[i] * b.x[i]); }
+INLINE V operator/(V a, V b) { EACH(a.x[i] / b.x[i]); }
+INLINE V fma(V a, V b, V c) { EACH(a.x[i] * b.x[i] + c.x[i]); }
+INLINE V vmax(V a, V b) { EACH(a.x[i] > b.x[i] ? a.x[i] : b.x[i]); }
+INLINE V vmin(V a, V b) { EACH(a.x[i] < b.x[i] ? a.x[i] : b.x[i]); }
+INLINE V nearest(V a) { EACH(std::nearbyint(a.x[i])); }
+INLINE V scale2(V a, V n) { EACH(std::ldexp(a.x[i], (int)n.x[i])); }
+INLINE float sum(V a) { float s = 0; for (int i = 0; i < W; i++) s += a.x[i]; return s; }
+INLINE float top(V a) { float m = a.x[0]; for (int i = 1; i < W; i++) m = m > a.x[i] ? m : a.x[i]; return m; }
+INLINE V load_i8(const int8_t* p) { EACH((float)p[i]); }
+INLINE void load_i4(const uint8_t* p, V& low, V& high) {
+  for (int i = 0; i < W; i++) low.x[i] = (float)(p[i] & 15) - 8, high.x[i] = (float)(p[i] >> 4) - 8;
+}
+
+#endif
+
+// e^x within about one unit in the last place; below -87 it is 0 for all that a softmax cares. Range reduction to
+// |r| <= ln(2) / 2 and the Taylor polynomial of degree 7 (its error there is below 2^-24).
+INLINE V vexp(V x) {
+  x = vmin(vmax(x, set1(-87.0f)), set1(88.0f));
+  V n = nearest(x * set1(1.44269504088896341f));
+  V r = fma(n, set1(-0.693359375f), x);
+  r = fma(n, set1(2.12194440e-4f), r);
+  V p = set1(1.0f / 5040);
+  p = fma(p, r, set1(1.0f / 720));
+  p = fma(p, r, set1(1.0f / 120));
+  p = fma(p, r, set1(1.0f / 24));
+  p = fma(p, r, set1(1.0f / 6));
+  p = fma(p, r, set1(0.5f));
+  p = fma(p, r, set1(1.0f));
+  p = fma(p, r, set1(1.0f));
+  return scale2(p, n);
+}

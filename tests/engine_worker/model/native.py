@@ -1,0 +1,35 @@
+"""Kernel libraries for tests: one for each instruction set that this machine can run."""
+
+from __future__ import annotations
+
+from functools import cache
+
+import pytest
+
+from engine_worker.model.native import build
+from engine_worker.model.native.library import Library
+
+
+@cache
+def _load(name: str) -> Library | str:
+    try:
+        isa = build.choose(name)
+        return Library(str(build.find_or_build(isa, lambda message: None)), isa.name)
+    except build.NativeUnavailable as error:
+        return str(error)
+
+
+def library_for(name: str) -> Library:
+    """The library built for avx512, avx2 or generic. Skips the test where the processor or the compiler is missing."""
+    found = _load(name)
+    if isinstance(found, str):
+        pytest.skip(found)
+    return found
+
+
+INSTRUCTION_SETS = ("avx512", "avx2", "generic")
+
+
+def available_libraries() -> list[Library]:
+    """All that can be had here."""
+    return [found for name in INSTRUCTION_SETS if isinstance(found := _load(name), Library)]

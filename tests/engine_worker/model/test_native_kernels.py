@@ -1,0 +1,223 @@
+"""Every kernel equals its torch twin, on every instruction set that this machine has."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from engine_worker.model.native import build, kernels
+from engine_worker.model.native import library as native
+from engine_worker.model.native.build import NativeUnavailable
+from engine_worker.model.native.kernels import HeadNorm, PackedWeight, quantize
+from engine_worker.model.native.library import Library
+from engine_worker.model.native_linear import join
+from tests.engine_worker.model.native import INSTRUCTION_SETS, library_for
+
+pytestmark = pytest.mark.engine
+
+
+@pytest.fixture(params=INSTRUCTION_SETS)
+def library(request: pytest.FixtureRequest) -> Library:
+    torch.set_num_threads(1)
+    return library_for(request.param)
+
+
+def random(*shape: int, seed: int = 0) -> torch.Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def assert_close(ours: torch.Tensor, theirs: torch.Tensor) -> None:
+    torch.testing.assert_close(ours, theirs, atol=2e-5 * max(1.0, float(theirs.abs().max())), rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["float32", "int8", "int4"])
+@pytest.mark.parametrize("bias", [True, False])
+@pytest.mark.parametrize(("rows", "cols"), [(32, 32), (70, 96), (1, 64), (224, 640), (33, 1536)])
+def test_linear(library: Library, kind: str, bias: bool, rows: int, cols: int) -> None:
+    weight = quantize(random(rows, cols), kind)
+    offset = random(rows, seed=1) if bias else None
+    packed = PackedWeight(weight, offset)
+    for num_rows in (0, 1, 2, 3, 4, 5, 11, 12, 13, 23, 24, 25, 48, 131, 300):
+        x = random(num_rows, cols, seed=num_rows)
+        ours = kernels.linear(library, x, packed)
+        assert ours.shape == (num_rows, rows)
+        if num_rows:
+            assert_close(ours, kernels.linear_twin(x, weight, offset))
+
+
+def test_linear_with_columns_that_fill_no_register(library: Library) -> None:
+    weight = quantize(random(50, 37), "float32")
+    x = random(2, 9, 37)
+    assert_close(kernels.linear(library, x, PackedWeight(weight, None)), kernels.linear_twin(x, weight, None))
+
+
+def test_linear_on_two_threads(library: Library) -> None:
+    weight = quantize(random(960, 128), "int8")
+    packed = PackedWeight(weight, None)
+    torch.set_num_threads(2)
+    try:
+        for num_rows in (1, 7, 40, 1300):
+            x = random(num_rows, 128)
+            assert_close(kernels.linear(library, x, packed), kernels.linear_twin(x, weight, None))
+    finally:
+        torch.set_num_threads(1)
+
+
+@pytest.mark.parametrize("kind", ["float32", "int8", "int4"])
+def test_joined_weights_give_the_parts_outputs_side_by_side(library: Library, kind: str) -> None:
+    parts = [PackedWeight(quantize(random(n, 64, seed=n), kind), random(n) if n == 64 else None) for n in (64, 32, 40)]
+    x = random(5, 64)
+    apart = [kernels.linear(library, x, part) for part in parts]
+    joined = join(parts)
+    assert joined is not None
+    assert_close(kernels.linear(library, x, joined), torch.cat(apart, -1))
+    for part, before in zip(parts, apart, strict=True):
+        assert joined.data.data_ptr() <= part.data.data_ptr() < joined.data.data_ptr() + joined.data.nbytes
+        assert_close(kernels.linear(library, x, part), before)
+
+
+@pytest.mark.parametrize("kind", ["float32", "int8", "int4"])
+def test_parts_that_fill_no_panels_are_joined_without_gaps(library: Library, kind: str) -> None:
+    parts = [PackedWeight(quantize(random(n, 64, seed=n), kind), None) for n in (40, 24, 7)]
+    x = random(5, 64)
+    apart = [kernels.linear(library, x, part) for part in parts]
+    joined = join(parts)
+    assert joined is not None
+    assert_close(kernels.linear(library, x, joined), torch.cat(apart, -1))
+
+
+def test_parts_of_different_kinds_are_not_joined() -> None:
+    parts = [PackedWeight(quantize(random(32, 64), kind), None) for kind in ("int8", "float32")]
+    assert join(parts) is None
+
+
+@pytest.mark.parametrize("kind", ["float32", "int8", "int4"])
+def test_rows_of_a_packed_weight(kind: str) -> None:
+    weight = quantize(random(70, 64), kind)
+    ids = torch.tensor([[0, 69, 31], [32, 33, 5]])
+    torch.testing.assert_close(PackedWeight(weight, None).rows(ids), weight.dequantize()[ids])
+
+
+def test_quantized_weights_are_near_the_dense_ones() -> None:
+    dense = random(64, 256)
+    for kind, bound in (("int8", 0.01), ("int4", 0.1)):
+        error = (quantize(dense, kind).dequantize() - dense).square().mean().sqrt() / dense.square().mean().sqrt()
+        assert error < bound, kind
+    zeros = torch.zeros(4, 64)
+    for kind in ("int8", "int4"):
+        assert torch.equal(quantize(zeros, kind).dequantize(), zeros)
+
+
+@pytest.mark.parametrize("n", [16, 48, 37, 576])
+@pytest.mark.parametrize("adds", [True, False])
+def test_rms_norm(library: Library, n: int, adds: bool) -> None:
+    x, weight = random(7, n), random(n, seed=1)
+    delta = random(7, n, seed=2) if adds else None
+    ours, theirs = x.clone(), x.clone()
+    assert_close(
+        kernels.rms_norm(library, ours, weight, 1e-5, delta), kernels.rms_norm_twin(theirs, weight, 1e-5, delta)
+    )
+    torch.testing.assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("n", [16, 37, 1536])
+def test_silu_mul(library: Library, n: int) -> None:
+    gate_up = random(5, 2 * n) * 20
+    gate_up[0, 0], gate_up[0, 1] = -200.0, 200.0
+    assert_close(kernels.silu_mul(library, gate_up), kernels.silu_mul_twin(gate_up))
+
+
+@pytest.mark.parametrize(("dim", "rotary"), [(64, 64), (64, 32), (16, 4), (64, 0)])
+@pytest.mark.parametrize("norms", [True, False])
+def test_rope_write(library: Library, dim: int, rotary: int, norms: bool) -> None:
+    tokens, q_heads, kv_heads = 5, 6, 2
+    rotation = (random(tokens, rotary, seed=1), random(tokens, rotary, seed=2)) if rotary else None
+    heads = (HeadNorm(random(dim, seed=3), 1e-5), HeadNorm(random(dim, seed=4), 1e-6)) if norms else (None, None)
+    slots = torch.tensor([9, 0, 3, 11, 4])
+    results = []
+    for twin in (False, True):
+        qkv = random(tokens, (q_heads + 2 * kv_heads) * dim, seed=5)
+        cache = (torch.zeros(12, kv_heads, dim), torch.zeros(12, kv_heads, dim))
+        if twin:
+            sound = kernels.rope_write_twin(qkv, rotation, heads, slots, cache)
+        else:
+            sound = kernels.rope_write(library, qkv, rotation, heads, slots, cache)
+        assert sound
+        results.append((qkv[:, : q_heads * dim], *cache))
+    for ours, theirs in zip(*results, strict=True):
+        assert_close(ours, theirs)
+
+
+@pytest.mark.parametrize("poison", [float("nan"), float("inf")])
+def test_a_poisoned_key_or_value_is_noticed(library: Library, poison: float) -> None:
+    for column in (2 * 8 + 3, 3 * 8 + 1):
+        qkv = random(3, 4 * 8)
+        qkv[1, column] = poison
+        cache = (torch.zeros(4, 1, 8), torch.zeros(4, 1, 8))
+        assert not kernels.rope_write(library, qkv, None, (None, None), torch.tensor([0, 1, 2]), cache)
+
+
+def test_the_check_at_load_refuses_a_library_that_computes_something_else(
+    library: Library, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kernels.check(library)
+    monkeypatch.setattr(library, "silu_mul", lambda gate_up, out, rows, n: None)
+    with pytest.raises(NativeUnavailable, match="silu_mul"):
+        kernels.check(library)
+
+
+# -- finding and building
+
+
+CPUINFO = "processor : 0\nflags : fpu avx2 fma {}\n"
+
+
+def test_the_instruction_set_follows_the_processor(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(build.platform, "machine", lambda: "x86_64")
+    cpuinfo = tmp_path / "cpuinfo"
+    cpuinfo.write_text(CPUINFO.format(""))
+    assert build.choose("auto", cpuinfo).name == "avx2"
+    assert build.choose("generic", cpuinfo).name == "generic"
+    with pytest.raises(NativeUnavailable, match="does not have"):
+        build.choose("avx512", cpuinfo)
+    cpuinfo.write_text(CPUINFO.format("avx512f avx512bw avx512vl avx512dq"))
+    assert build.choose("auto", cpuinfo).name == "avx512"
+    assert build.choose("avx2", cpuinfo).name == "avx2"
+    cpuinfo.write_text("flags : fpu sse2\n")
+    with pytest.raises(NativeUnavailable, match="no AVX2"):
+        build.choose("auto", cpuinfo)
+    with pytest.raises(NativeUnavailable, match="must be auto, off"):
+        build.choose("mmx", cpuinfo)
+    with pytest.raises(NativeUnavailable, match="is off"):
+        build.choose("off", cpuinfo)
+
+
+def test_without_a_compiler_the_worker_goes_on_and_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = (native._State.library, native._State.status, native._State.is_loaded)
+    monkeypatch.delenv("CXX", raising=False)
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("WARMGATE_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(build, "SHIPPED", tmp_path / "lib")
+    try:
+        assert native.load(lambda message: None, "generic") is None
+        assert "no C++ compiler" in native.status()
+    finally:
+        native._State.library, native._State.status, native._State.is_loaded = before
+
+
+def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    fake = tmp_path / "cxx"
+    fake.write_text('#!/bin/sh\n[ "$1" = --version ] && exit 0\necho "fatal error: nothing works" >&2\nexit 1\n')
+    fake.chmod(0o755)
+    monkeypatch.setenv("CXX", str(fake))
+    with pytest.raises(NativeUnavailable, match="nothing works"):
+        build.find_or_build(build.GENERIC, lambda message: None, tmp_path / "cache")
+    assert [path.name for path in (tmp_path / "cache" / "native").iterdir()] == ["lock"]
+
+
+def test_a_cache_that_cannot_be_written_is_no_fault(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(NativeUnavailable, match="can't be used"):
+        build.find_or_build(build.GENERIC, lambda message: None, tmp_path / "file")
