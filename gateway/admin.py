@@ -3,6 +3,7 @@
     POST /admin/drain                     refuse new requests (503) and say so in /ready; what is under way goes on
     DELETE /admin/drain                   take requests again
     POST /admin/replicas/{name}/drain     give that replica no new requests; DELETE gives it some again
+    POST ...?over_s=60                    ever fewer until then, while others take over what it holds
 
 Each answers with how much is still under way, so that whoever waits for zero can ask again. They need the shared secret
 in x-warmgate-secret; without one configured there is no administration over HTTP.
@@ -25,6 +26,17 @@ if TYPE_CHECKING:
     from gateway.app import Gateway
 
 SECRET_HEADER = "x-warmgate-secret"
+
+
+def _over_s(request: Request) -> float:
+    text = request.query_params.get("over_s", "0")
+    try:
+        over_s = float(text)
+    except ValueError:
+        over_s = -1.0
+    if not 0.0 <= over_s <= 86_400.0:
+        raise ApiError(400, "over_s is a time in seconds, from 0 to 86400.", param="over_s")
+    return over_s
 
 
 def admin_routes(gateway: Gateway) -> list[Route]:
@@ -51,7 +63,13 @@ def admin_routes(gateway: Gateway) -> list[Route]:
         except KeyError:
             known = ", ".join(replica.replica_id for replica in gateway.registry)
             raise ApiError(404, f"No replica is named {name[:128]!r}; there are {known}.", code="not_found") from None
-        gateway.registry.drain(replica, request.method == "POST")
+        over_s = _over_s(request)
+        assert gateway.warmer is not None, "requests come after lifespan's startup"
+        if request.method == "POST" and over_s > 0.0:
+            gateway.warmer.drain(replica, over_s)
+        else:
+            gateway.warmer.stay(replica)
+            gateway.registry.drain(replica, request.method == "POST")
         state = {"id": replica.replica_id, "state": replica.status.value, "num_in_flight": replica.num_leases}
         return Response(msgspec.json.encode(state), media_type="application/json")
 

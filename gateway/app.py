@@ -31,7 +31,9 @@ from gateway.proxy import Proxy
 from gateway.quarantine import Quarantine
 from gateway.replicas.cuts import CutMaker
 from gateway.replicas.health import Monitor
+from gateway.replicas.hot_prompts import HotPrompts
 from gateway.replicas.registry import Registry, Replica
+from gateway.replicas.warmup import Warmer, WarmupCollector
 from gateway.router import Router
 from gateway.routes import cold_routes
 from gateway.sharing.figures import SharingCollector
@@ -112,6 +114,7 @@ class Gateway:
             self.metrics.registry.register(SharingCollector(self.sharing.figures))
         self._cold: Starlette = cold_routes(self)
         self._proxy: Proxy | None = None
+        self.warmer: Warmer | None = None
         self._counter: TokenCounter | None = None
         self._aliases = Aliases(settings.model_aliases)
         self.responses = ResponseStore(settings.responses_store_bytes)
@@ -220,6 +223,14 @@ class Gateway:
             settings, self.registry, self.router, prefix, upstream, self.metrics, self.access_log, on_trouble,
             quarantine, self.admission,
         )  # fmt: skip
+        prompts = HotPrompts(settings.warmup_store_bytes)
+        warmer = self.warmer = Warmer(
+            prompts, self.registry, self.router, prefix, upstream, settings.warmup_s, settings.handover_s
+        )
+        self.router.listeners.append(warmer.observe)
+        if settings.warmup_store_bytes:
+            self._proxy.on_served = warmer.served
+            self.metrics.registry.register(WarmupCollector(prompts, lambda: list(warmer.outcomes.items())))
         loop_watch = LoopWatch(self.metrics.loop_lag)
         self._counter = TokenCounter(
             prefix, self.registry, self.model_for, self._count_by_replica, settings.max_body_bytes, settings.body_s
@@ -232,6 +243,7 @@ class Gateway:
             yield self
         finally:
             loop_watch.close()
+            await warmer.close()
             if self.sharing is not None:
                 await self.sharing.close()
             await quarantine.close()

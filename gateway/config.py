@@ -104,6 +104,11 @@ class GatewaySettings(BaseSettings):
     fleet           the name that these gateways have in common there; their replicas must have the same names
     shadow_policies other policies that decide beside the live one, without acting (observe/shadow.py); `a,b,...`
     shadow_share    of the decisions, that they take part in
+    warmup_store_bytes
+                    prompts kept in memory, to be replayed where they will be needed (replicas/hot_prompts.py); 0, the
+                    default, keeps none
+    warmup_s        for a replica that comes (back) to be given the hottest of them
+    handover_s      for those of a replica that drains to be given to others
     model_aliases   other names for models (aliases.py): a mapping, or `alias=model,...`
     allowed_origins web pages that may call this gateway from a browser: `https://example.com,...`, or `*`
     responses_store_bytes
@@ -141,10 +146,14 @@ class GatewaySettings(BaseSettings):
     max_header_bytes: int = Field(default=64 * 1024, ge=1024)
     max_response_bytes: int = Field(default=64 * 1024 * 1024, ge=1024)
     max_sse_line_bytes: int = Field(default=4 * 1024 * 1024, ge=1024)
-    max_connections_per_replica: int = Field(default=1024, ge=1)
+    max_connections_per_replica: int = Field(default=16384, ge=1)
 
     shadow_policies: Annotated[list[str], NoDecode] = Field(default_factory=list)
     shadow_share: float = Field(default=0.1, ge=0.0, le=1.0)
+
+    warmup_store_bytes: int = Field(default=0, ge=0)
+    warmup_s: float = Field(default=20.0, ge=0)
+    handover_s: float = Field(default=30.0, ge=0)
 
     redis_url: SecretStr | None = None
     fleet: str = Field(default="default", pattern=r"^[A-Za-z0-9_.-]{1,64}$")

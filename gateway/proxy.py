@@ -70,6 +70,7 @@ class Proxy:
         self._admission = admission
         self._aliases = Aliases(settings.model_aliases)
         self._num_retrying = 0
+        self.on_served: Callable[[ParsedRequest, str, Lease], None] | None = None  # prompts worth keeping (warmup.py)
         self._relay = Relay(metrics, settings.stream_idle_s, settings.max_response_bytes, settings.max_sse_line_bytes)
 
     async def __call__(
@@ -142,6 +143,8 @@ class Proxy:
                 exchange.placed(lease, base_headers)
                 failure = await self._attempt(exchange, lease)
                 if failure is None:
+                    if self.on_served is not None and exchange.record.end is EndState.COMPLETED:
+                        self.on_served(exchange.parsed, exchange.path, lease)
                     return
                 if failure.is_suspicious and await self._quarantine.settled(exchange.path, exchange.parsed.body):
                     exchange.record.error = failure.log_text

@@ -12,6 +12,7 @@ import itertools
 import math
 import random
 import time
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 
@@ -130,8 +131,8 @@ class Router:
         self._held: dict[str, asyncio.Future[Lease]] = {}
         self._timer: asyncio.TimerHandle | None = None
         self._gated: set[Replica] = set()  # whose gates may hold something back
-        # Set by sharing/hub.py: who is told of our own events, and how many leases of others the fleet holds
-        self.on_event: Callable[[Event], None] | None = None
+        # Who is told of our own events; how many leases of other gateways the fleet holds (sharing/hub.py)
+        self.listeners: list[Callable[[Event], None]] = []
         self.shadows: Shadows | None = None
         self.num_remote_leases: Callable[[], int] = int
 
@@ -156,8 +157,8 @@ class Router:
             self._gated.add(replica)
         if self.shadows is not None:
             self.shadows.observe(event)
-        if self.on_event is not None:
-            self.on_event(event)
+        for listener in self.listeners:
+            listener(event)
         if self._held and kind is not Dispatched and kind is not StatsReported:
             self._poll()
 
@@ -224,6 +225,10 @@ class Router:
         except NoReplica as error:
             future.set_exception(error)
 
+    def gate_changed(self, replica: Replica) -> None:
+        """Its gate may hold something back from now on."""
+        self._gated.add(replica)
+
     def num_candidates(self, request: RouteRequest) -> int:
         return len(self._snapshot(request).replicas)
 
@@ -258,7 +263,9 @@ class Router:
             return request
         mean = sum(replica.num_leases for replica in ready) / len(ready)
         closed = {
-            replica.replica_id for replica in self._gated if not replica.gate.admits(now, replica.num_leases, mean)
+            replica.replica_id
+            for replica in self._gated
+            if not replica.gate.admits(now, replica.num_leases, mean, _place_of(request, replica))
         }
         return replace(request, excluded=request.excluded | closed) if closed else request
 
@@ -297,3 +304,13 @@ class Router:
         else:
             message = "No replica is ready to take this request. Try again shortly."
         return NoReplica(503, message, code="no_replica", retry_after_s=RETRY_AFTER_S)
+
+
+def _place_of(request: RouteRequest, replica: Replica) -> float:
+    """The same for every request of a session, or for the same prompt; spread evenly over 0 to 1."""
+    if not replica.gate.is_leaving:
+        return 1.0
+    chain = request.chains.get(replica.key_space)
+    if request.session is None and chain is not None and chain.keys:
+        return (chain.keys[-1] & 0xFFFFFFFF) / 2**32
+    return zlib.crc32((request.session or request.request_id).encode()) / 2**32

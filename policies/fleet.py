@@ -23,7 +23,6 @@ from collections.abc import Callable
 from math import ceil
 from typing import Any
 
-from policies.block_runs import Hold
 from policies.cost import SpeedModel
 from policies.events import (
     BlocksCleared,
@@ -146,9 +145,10 @@ class FleetState:
     def has_lease(self, request_id: str) -> bool:
         return request_id in self._leases
 
-    def holds(self, replica_id: ReplicaId) -> list[Hold]:
-        """What the replica is expected to hold (PrefixIndex.holds)."""
-        return self._index.holds(replica_id)
+    @property
+    def index(self) -> PrefixIndex:
+        """For reading alone."""
+        return self._index
 
     def num_index_keys(self) -> int:
         return len(self._index)

@@ -8,7 +8,10 @@ Slow start. A replica that comes (back) has an empty cache and untried health, a
 would send it everything at once. So for `slow_start_s` it may hold only a share of what the others hold on average,
 which grows with time.
 
-Both yield where nobody else is left (router.py): a gate spreads traffic, it never refuses a request.
+Leaving. A replica that is to go keeps a share of the traffic that shrinks to nothing over a given time. Which requests
+it keeps is for the caller to say by their place (0 to 1, the same for one session): the smallest places go first.
+
+All yield where nobody else is left (router.py): a gate spreads traffic, it never refuses a request.
 """
 
 from __future__ import annotations
@@ -21,7 +24,10 @@ MAX_OPEN_S = 60.0
 class Gate:
     """Times are of the monotonic clock. `slow_start_s` of 0 turns slow start off."""
 
-    __slots__ = ("_num_failures", "_num_openings", "_open_until", "_ramp_since", "_slow_start_s", "_trial")
+    __slots__ = (
+        "_leave_s", "_leaving_since", "_num_failures", "_num_openings", "_open_until", "_ramp_since", "_slow_start_s",
+        "_trial",
+    )  # fmt: skip
 
     def __init__(self, slow_start_s: float) -> None:
         self._slow_start_s = slow_start_s
@@ -30,6 +36,19 @@ class Gate:
         self._open_until: float | None = None
         self._trial = False
         self._ramp_since: float | None = None
+        self._leaving_since: float | None = None
+        self._leave_s = 0.0
+
+    @property
+    def is_leaving(self) -> bool:
+        return self._leaving_since is not None
+
+    def leave(self, now: float, over_s: float) -> None:
+        """Keep ever less of the traffic, and none after `over_s`."""
+        self._leaving_since, self._leave_s = now, over_s
+
+    def stay(self) -> None:
+        self._leaving_since = None
 
     @property
     def is_open(self) -> bool:
@@ -40,10 +59,14 @@ class Gate:
         """Whether it admits everything, and will until something happens."""
         if self._ramp_since is not None and now - self._ramp_since >= self._slow_start_s:
             self._ramp_since = None
-        return self._open_until is None and self._ramp_since is None
+        return self._open_until is None and self._ramp_since is None and self._leaving_since is None
 
-    def admits(self, now: float, num_in_flight: int, mean_in_flight: float) -> bool:
-        """Whether one more request may go there, beside `num_in_flight`; the replicas hold `mean_in_flight` each."""
+    def admits(self, now: float, num_in_flight: int, mean_in_flight: float, place: float = 1.0) -> bool:
+        """Whether one more request may go there, beside `num_in_flight`; the replicas hold `mean_in_flight` each.
+
+        `place` is the request's among those that a leaving replica keeps for longer or shorter."""
+        if self._leaving_since is not None and now - self._leaving_since >= place * self._leave_s:
+            return False
         if self._open_until is not None:
             return now >= self._open_until and not self._trial
         if self._ramp_since is None or self._slow_start_s <= 0:

@@ -68,7 +68,7 @@ class Sharing:
         self._tasks: list[asyncio.Task[None]] = []
         self._was_up = False
         self._num_published = 0
-        router.on_event = self.observe
+        router.listeners.append(self.observe)
         router.num_remote_leases = lambda: self.book.num_leases
 
     # This gateway, as the book sees it
@@ -204,7 +204,7 @@ class Sharing:
         replica_id = self._blocks_wanted.pop()
         replica = self._registry.find(replica_id)
         if replica is not None and replica.joined and replica.kv_feed == "exact":
-            self._outbox.add_blocks(replica_id, self._router.fleet.holds(replica_id))
+            self._outbox.add_blocks(replica_id, self._router.fleet.index.holds(replica_id))
             self._wake.set()
 
     def _say_state(self) -> None:

@@ -110,9 +110,9 @@ class Keeper:
 
     async def write(self) -> bool:
         """Whether there was anything to write. Raises LinkDown."""
-        fleet = self._router.fleet
+        index = self._router.fleet.index
         held = [
-            snapshot.Held(each.replica_id, each.incarnation, each.key_space, fleet.holds(each.replica_id))
+            snapshot.Held(each.replica_id, each.incarnation, each.key_space, index.holds(each.replica_id))
             for each in self._registry
             if each.joined
         ]

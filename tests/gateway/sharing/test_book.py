@@ -252,7 +252,7 @@ def test_all_blocks_of_a_replica_rebuild_the_same_picture(here: Here, book: Book
     for path in ("wxyz", "wxab", "q"):
         there.apply(BlocksStored(0.5, A, keys(path)))
     box = Outbox(lambda _: ("one", SPACE))
-    box.add_blocks(A, there.holds(A))
+    box.add_blocks(A, there.index.holds(A))
     here.lacks = [A]
     book.receive(said(1, wire.Beat(["a"], [])), 1.0)
     book.tick(1.0, [])
