@@ -54,7 +54,8 @@ class TokenHistory:
             self._num_prompt = len(prompt_ids)
         if self._num_output < len(output_ids):
             for token_id in output_ids[self._num_output :]:
-                self._counts[self._slot(token_id)] += 1
+                slot = self._slot(token_id)  # first: it may put larger buffers in place
+                self._counts[slot] += 1
             self._num_output = len(output_ids)
 
     def _slot(self, token_id: int) -> int:

@@ -283,6 +283,20 @@ def test_penalties_equal_their_definition_over_a_growing_output() -> None:
             request.output_ids.append(token)
 
 
+@pytest.mark.parametrize("params", [{"presence_penalty": 2.0}, {"frequency_penalty": 2.0}, {"repetition_penalty": 4.0}])
+@pytest.mark.parametrize("num_prompt", [1, 63, 64, 65])
+def test_penalties_outlast_any_number_of_different_tokens(params: dict[str, Any], num_prompt: int) -> None:
+    """Each step's likeliest token is the next unused id, so that output alone makes the buffers grow, twice."""
+    sampler, num_outputs = make_sampler(300), 200
+    mine = segment(prompt_ids=range(num_prompt), temperature=0.0, **params)
+    logits = torch.full((1, 300), 1.0)
+    logits[0, num_prompt : num_prompt + num_outputs] = torch.linspace(1.9, 1.1, num_outputs)
+    for _ in range(num_outputs):
+        mine.request.output_ids += sample_ids(sampler, logits, [mine])
+        sampler.check_invariants()
+    assert mine.request.output_ids == list(range(num_prompt, num_prompt + num_outputs))
+
+
 def test_presence_and_frequency_do_not_see_the_prompt() -> None:
     logits = torch.zeros(1, VOCAB)
     logits[0, 5] = 1.0
