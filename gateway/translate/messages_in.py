@@ -204,7 +204,7 @@ def _tool_choice(choice: Json | None) -> Json:
 def _thinking(fields: MessagesFields, kwargs: Any) -> Json:
     """Whether to think is the chat template's switch, where the request has an opinion."""
     kind = (fields.thinking or {}).get("type")
-    if kind is None or (isinstance(kwargs, dict) and "enable_thinking" in kwargs):
+    if kind is None or (kwargs is not None and (not isinstance(kwargs, dict) or "enable_thinking" in kwargs)):
         return {}
     return {"chat_template_kwargs": {**(kwargs or {}), "enable_thinking": kind != "disabled"}}
 

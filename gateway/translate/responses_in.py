@@ -176,7 +176,9 @@ class _Turns:
     def _reasoning(self, item: Json) -> None:
         if "content" in self._open or "tool_calls" in self._open:
             self._close()
-        parts = item.get("content") or item.get("summary") or []
+        parts = item.get("content") or item.get("summary")
+        if not isinstance(parts, list):
+            return
         texts = [part["text"] for part in parts if isinstance(part, dict) and isinstance(part.get("text"), str)]
         if texts:
             self._open["reasoning_content"] = "\n".join(texts)
