@@ -1,4 +1,4 @@
-"""A fresh fleet of real workers for one measurement: `warmgate up` in a process of its own, so every run starts with cold caches."""
+"""A fresh fleet of real workers for one measurement: `warmgate up` in a process of its own, with cold caches."""
 
 from __future__ import annotations
 

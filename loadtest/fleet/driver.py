@@ -7,7 +7,7 @@ import json
 import random
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import aiohttp
 
@@ -18,8 +18,35 @@ from loadtest.sim.setup import Load
 from loadtest.sim.trace import Trace, TraceRequest
 from loadtest.sim.workload import Workload
 
-API = "/v1/chat/completions"
 TIMEOUT_S = 600.0
+
+
+class Speech(Protocol):
+    """How a trace's request is said to an API. `scale`: tokens of the trace to one of the API's."""
+
+    api: str
+    scale: int
+
+    def body(self, request: TraceRequest, unique: str) -> dict[str, Any]: ...
+
+    def num_prompt_tokens(self, request: TraceRequest) -> int: ...
+
+
+class ChatSpeech:
+    """A chat of one message, in the words of text.py."""
+
+    api = "/v1/chat/completions"
+
+    def __init__(self, wording: Wording) -> None:
+        self._wording = wording
+        self.scale = wording.compress
+
+    def body(self, request: TraceRequest, unique: str) -> dict[str, Any]:
+        prompt = self._wording.prompt(request, unique)
+        return {"messages": [{"role": "user", "content": prompt}], "max_tokens": self._wording.output_words(request)}
+
+    def num_prompt_tokens(self, request: TraceRequest) -> int:
+        return self._wording.num_words(request)
 
 
 @dataclass(slots=True)
@@ -39,7 +66,7 @@ class Driver:
         model: str,
         trace: Trace,
         load: Load,
-        wording: Wording,
+        speech: Speech,
         speedup: float,
         seed: int,
         progress: Callable[[int], None] | None = None,
@@ -48,7 +75,7 @@ class Driver:
         self._model = model
         self._trace = trace
         self._load = load
-        self._wording = wording
+        self._speech = speech
         self._speedup = speedup
         self._seed = seed
         self._progress = progress
@@ -101,8 +128,7 @@ class Driver:
         """A failure of any kind is a job with a reason."""
         body = {
             "model": self._model,
-            "messages": [{"role": "user", "content": self._wording.prompt(job.trace, f"{self._seed}/{job.job_id}")}],
-            "max_tokens": self._wording.output_words(job.trace),
+            **self._speech.body(job.trace, f"{self._seed}/{job.job_id}"),
             "temperature": 0,
             "stream": True,
             "stream_options": {"include_usage": True},
@@ -112,7 +138,7 @@ class Driver:
         # Its own moment, not the one it was due: what this process was late is the gateway's fault in no way.
         job.arrived_at = self._clock.read()
         try:
-            async with self._session.post(API, data=data, headers=headers) as response:
+            async with self._session.post(self._speech.api, data=data, headers=headers) as response:
                 if response.status != 200:
                     text = (await response.read()).decode("utf-8", "replace")
                     raise _Refused(f"{response.status}: {text[:300]}")
@@ -136,15 +162,20 @@ class Driver:
             chunk = json.loads(data)
             if "error" in chunk:
                 raise _Refused(str(chunk["error"])[:300])
-            if job.first_token_at is None and any(each["delta"].get("content") for each in chunk["choices"]):
+            if job.first_token_at is None and any(map(_has_text, chunk["choices"])):
                 job.first_token_at = self._clock.read()
             usage = chunk.get("usage") or usage
         if not done or job.first_token_at is None or usage is None:
             raise _Refused("the stream ended without a token, its usage or [DONE]")
-        if usage["prompt_tokens"] != self._wording.num_words(job.trace):
-            raise _Refused(f"{usage['prompt_tokens']} tokens arrived of {self._wording.num_words(job.trace)}")
+        expected = self._speech.num_prompt_tokens(job.trace)
+        if usage["prompt_tokens"] != expected:
+            raise _Refused(f"{usage['prompt_tokens']} prompt tokens arrived of {expected}")
         details = usage.get("prompt_tokens_details") or {}
-        job.cached_tokens = (details.get("cached_tokens") or 0) * self._wording.compress
+        job.cached_tokens = (details.get("cached_tokens") or 0) * self._speech.scale
+
+
+def _has_text(choice: dict[str, Any]) -> bool:
+    return bool(choice["text"] if "text" in choice else choice["delta"].get("content"))
 
 
 class _Refused(Exception):

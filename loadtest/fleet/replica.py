@@ -84,11 +84,13 @@ class FakeKVCacheManager(SimKVCacheManager):
 
 @dataclass(slots=True)
 class Play:
-    """One request under way."""
+    """One request under way. The moments are the engine's, in seconds of the trace; None until they come."""
 
     request: SimRequest
     first: asyncio.Future[RequestUpdate]
     last: asyncio.Future[RequestUpdate]
+    first_at: float | None = None
+    last_at: float | None = None
 
 
 @dataclass(slots=True)
@@ -127,6 +129,11 @@ class FakeReplica:
             config.max_num_seqs,
         )
 
+    @property
+    def plays(self) -> list[Play]:
+        """Requests under way."""
+        return list(self._plays.values())
+
     def submit(self, prompt: str, num_output_words: int) -> Play:
         """Raises RequestTooLarge."""
         now = self._clock.sync()
@@ -154,19 +161,22 @@ class FakeReplica:
             self._clock.sync()
             self.engine.cancel(play.request.request_id)
             self.counts.num_cancelled += 1
+            play.first.cancel()
+            play.last.cancel()
 
     def _updated(self, update: RequestUpdate) -> None:
         play = self._plays.get(update.request_id)
         if play is None:
             return
-        if not play.first.done():
+        if play.first_at is None:
+            play.first_at = self._clock.now
             play.first.set_result(update)
         if update.finish_reason is not None:
+            play.last_at = self._clock.now
             del self._plays[update.request_id]
             self.counts.num_finished += 1
             self.counts.num_output_tokens += len(play.request.output_ids)
-            if not play.last.done():
-                play.last.set_result(update)
+            play.last.set_result(update)
 
     def _publish(self) -> None:
         self.feed.publish(self.engine.take_events())

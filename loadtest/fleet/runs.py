@@ -15,7 +15,7 @@ from typing import Any
 
 import httpx
 
-from loadtest.fleet.driver import Driver, Replayed
+from loadtest.fleet.driver import ChatSpeech, Driver, Replayed
 from loadtest.fleet.gateways import Running, Upstream, cpu_seconds, kind_of, running_gateway
 from loadtest.fleet.replica import Manner
 from loadtest.fleet.text import Wording
@@ -137,7 +137,9 @@ def _measure(
 ) -> Row:  # fmt: skip
     pids = {"gateway": gateway.pid, "fakes": fakes_pid, "clients": os.getpid()}
     before, cpu_before = _stats(upstreams), {who: cpu_seconds(pid) for who, pid in pids.items()}
-    driver = Driver(gateway.base_url, MODEL, plan.trace, plan.setup.load, plan.wording, plan.speedup, seed, progress)
+    driver = Driver(
+        gateway.base_url, MODEL, plan.trace, plan.setup.load, ChatSpeech(plan.wording), plan.speedup, seed, progress
+    )
     replayed = asyncio.run(driver.run())
     after, cpu_after = _stats(upstreams), {who: cpu_seconds(pid) for who, pid in pids.items()}
     wall_s = (after[0]["now_s"] - before[0]["now_s"]) / plan.speedup
