@@ -53,7 +53,7 @@ def test_what_was_touched_a_moment_ago_is_not_counted_as_forgotten() -> None:
     retouches = Retouches()
     for second in range(0, 40, 2):  # everything is asked for again after 20 s
         retouches.touched(prompt(chr(300 + second % 20)), float(second))
-    retouches._sum(39.0)
+    retouches._sum(40.0)
     # twenty touches, ten of them answered; of the other ten five came less than 10 s ago and say nothing yet
     assert retouches.lost_s(10.0, RATES) == pytest.approx(
         (RATES.linear_s + 256 * RATES.quadratic_s) * 10 / 15, rel=0.01
