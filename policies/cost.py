@@ -21,6 +21,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from operator import mul
 from statistics import median
 
 from policies.types import Rates
@@ -36,6 +37,7 @@ HUBER = 0.5  # relative error from which on an observation counts less
 SHIFT = 4  # as many outliers in a row are no outliers: the replica has become slower
 DRIFT = 1.2
 SWEEPS = 12
+SETTLED = 1e-4  # a sweep that moves no coefficient by more of its prior is the last
 TYPICAL_WEIGHT = 0.1
 ALIKE = 1.33  # replicas this close in speed are taken for equal
 MIN_OUTPUT_TOKENS = 8  # fewer say little about the decode step
@@ -112,10 +114,15 @@ class RobustFit:
     def _solve(self) -> None:
         units, gram, moment = self._units, self._gram, self._moment
         for _ in range(SWEEPS):
-            for i in range(len(units)):
-                rest = moment[i] + PRIOR_WEIGHT - sum(g * u for g, u in zip(gram[i], units, strict=True))
+            moved = 0.0
+            for i, was in enumerate(units):
                 diagonal = gram[i][i]
-                units[i] = max((rest + diagonal * units[i]) / (diagonal + PRIOR_WEIGHT), 0.0)
+                rest = moment[i] + PRIOR_WEIGHT - sum(map(mul, gram[i], units))
+                now = max((rest + diagonal * was) / (diagonal + PRIOR_WEIGHT), 0.0)
+                units[i] = now
+                moved = max(moved, abs(now - was))
+            if moved < SETTLED:
+                return
 
 
 class SpeedModel:
