@@ -106,7 +106,8 @@ class Watch:
 
     def stop(self) -> None:
         if self._connection is not None:
-            self._connection.on_gone = None
+            if self._connection.on_gone == self._gone:  # else the connection's next request has set its own
+                self._connection.on_gone = None
         elif self._task is not None:
             self._task.cancel()
 

@@ -47,7 +47,7 @@ class Cycle(RequestResponseCycle):
         self.waiting_for_100_continue = False
         parts = [STATUS_LINE[status], self._defaults()]
         self._bodiless = status in (204, 304) or self.scope["method"] == "HEAD"
-        self.chunked_encoding = not self._bodiless
+        self.chunked_encoding = not self._bodiless and self.scope["http_version"] != "1.0"
         for name, value in headers:
             if name == b"content-length":
                 self.chunked_encoding = False

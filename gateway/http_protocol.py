@@ -206,7 +206,10 @@ class GatewayProtocol(HttpToolsProtocol):
             self._idle_timer = self.loop.call_later(left_s, self._look_if_idle)
         else:
             self._idle_timer = None
-            self.transport.close()
+            if self.transport.get_write_buffer_size():
+                self.transport.abort()  # the client doesn't read: closing would wait for it
+            else:
+                self.transport.close()
 
     def _stop_header_timer(self) -> None:
         if self._header_timer is not None:

@@ -91,6 +91,7 @@ class Relay:
             rest += b"data: " + (told.body or b"") + b"\n\n"
         else:
             _finish(exchange, lease, scanner.usage, scanner.num_events)
+        exchange.guard.enter(Interrupt.CLIENT_STALLED, self._idle_s)
         await exchange.answer.end(rest)
         await self._drain(exchange, response)
 
@@ -177,7 +178,7 @@ def _read_frame(body: bytes) -> Frame:
 async def _refusal(response: UpstreamResponse) -> Failure:
     """An error status with the replica's own words, in the shape that clients read."""
     # Engines say 422 where OpenAI says 400, which is what clients know how to read.
-    status = 502 if response.status < 400 else 400 if response.status == 422 else response.status
+    status = 400 if response.status == 422 else response.status if 400 <= response.status < 600 else 502
     body = await response.read_all(_MAX_ERROR_BYTES)
     retry_after = response.header(b"retry-after")
     if response.status >= 400 and not in_shape(body):

@@ -31,6 +31,7 @@ class Script(msgspec.Struct, kw_only=True):
     """How the next requests are answered. `times` limits `fault` to so many requests (-1: all of them).
 
     first_token_s, token_s  seconds before the first token and between tokens
+    end_s                   seconds between a stream's last event and the end of its body
     chunk_bytes             cut what is written into pieces of so many bytes, each its own segment (0: don't)
     newline                 line ends of the stream: "\\n" or "\\r\\n"
     cached_tokens           sent as x-warmgate-cached-tokens and in usage
@@ -46,6 +47,7 @@ class Script(msgspec.Struct, kw_only=True):
     num_tokens: int = 8
     first_token_s: float = 0.0
     token_s: float = 0.0
+    end_s: float = 0.0
     chunk_bytes: int = 0
     newline: str = "\n"
     comments: bool = False
@@ -132,6 +134,7 @@ class Play:
         await self._write(_head(200, None, {**self._headers(), "content-type": "text/event-stream"}))
         async for event in self._events():
             await self._write(_chunk(event.replace(b"\n", end)))
+        await asyncio.sleep(script.end_s)
         await self._write(b"0\r\n\r\n")
 
     async def _events(self) -> AsyncIterator[bytes]:

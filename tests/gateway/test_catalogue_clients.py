@@ -205,3 +205,51 @@ async def test_internal_and_hop_by_hop_headers_of_a_client_go_nowhere():
         assert answer.status_code == 200
         assert answer.headers["x-warmgate-replica"] == replica.name
         assert not set(forged) & set(replica.log.last_headers)
+
+
+async def test_an_http_1_0_client_gets_a_body_that_ends_with_the_connection():
+    """It knows no chunks."""
+    replica = Replica()
+    async with gateway(replica) as running:
+        reader, writer = await connect(running)
+        writer.write(request(json.dumps({**CHAT, "stream": True}).encode()).replace(b"HTTP/1.1", b"HTTP/1.0"))
+        async with asyncio.timeout(HANG_GUARD_S):
+            head, body = (await reader.read()).split(b"\r\n\r\n", 1)
+        assert b"transfer-encoding" not in head
+        assert b"connection: close" in head
+        assert body.startswith(b"data: {")
+        assert body.endswith(b"data: [DONE]\n\n")
+        writer.close()
+
+
+async def test_a_client_that_never_reads_a_large_answer_is_dropped_after_the_idle_time():
+    """Row 27, not streamed: a graceful close would wait for it for ever."""
+    replica = Replica()
+    async with gateway(replica) as running:
+        running._server.config.timeout_keep_alive = 0.3
+        replica.play(num_tokens=1_000_000)
+        _, writer = await connect(running, read_buffer=4096)
+        writer.write(request(json.dumps(CHAT).encode()))
+        await until(lambda: ended(running, "completed") == 1)
+        await until(lambda: not _connections(running))
+        writer.close()
+
+
+async def test_the_next_request_on_a_connection_is_watched_though_the_last_ones_replica_dawdles():
+    """The client has its answer before the replica's body ends; what follows is another request with its own watch."""
+    replica = Replica()
+    async with gateway(replica) as running:
+        replica.play(end_s=0.5)
+        reader, writer = await connect(running)
+        writer.write(request(json.dumps({**CHAT, "stream": True}).encode()))
+        answer = b""
+        while b"[DONE]" not in answer:
+            answer += await reader.read(1024)
+        replica.play(fault="stall", after=0)
+        writer.write(request(json.dumps({**CHAT, "stream": True}).encode()))
+        await until(lambda: replica.log.num_started == 2)
+        await until(lambda: replica.log.num_in_flight == 1)  # the first is over, in the gateway too before long
+        await asyncio.sleep(0.1)
+        writer.close()
+        await until(lambda: replica.log.num_aborted >= 1)
+        await until(lambda: ended(running, "client_gone") == 1)
