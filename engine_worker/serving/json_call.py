@@ -148,7 +148,7 @@ class JsonCall:
             return
         if self._is_bare:
             return
-        arguments = next((value[key] for key in _ARGUMENT_KEYS if key in value), {})
+        arguments: object = next((value[key] for key in _ARGUMENT_KEYS if key in value), {})
         if isinstance(arguments, str) and not self._arguments:  # JSON within JSON
             self._arguments, arguments = arguments, _parsed(arguments)
         if self._name is None or value.get("name") != self._name or not isinstance(arguments, dict):

@@ -35,7 +35,7 @@ class TemplateParser:
     def __init__(self, template: Json, functions: Mapping[str, Any], limit: int | None, prefix: str) -> None:
         from transformers.utils.chat_parsing import ResponseParser
 
-        tools = [
+        tools: list[Any] = [
             {"type": "function", "function": {"name": name, "parameters": schema}} for name, schema in functions.items()
         ]
         self._parser = ResponseParser(template, prefix=prefix, tools=tools)
@@ -92,7 +92,7 @@ class TemplateParser:
         if self._is_done:
             return []
         name, arguments = function.get("name"), json.dumps(function.get("arguments", {}), ensure_ascii=False)
-        if name not in self._functions:
+        if not isinstance(name, str) or name not in self._functions:
             return [Content(json.dumps(function, ensure_ascii=False))]
         self.num_complete += 1
         return [Begin(name), Arguments(arguments), End()]
