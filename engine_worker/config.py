@@ -31,6 +31,7 @@ class EngineConfig:
     max_num_batched_tokens
                       tokens a step may compute (the chunk budget of prefill)
     attention_backend auto, reference, cpu or native (C++ kernels; cuda ones later, behind the same interface)
+    quantization      "" (none), int8 or int4 (weights only), or fp8 (CUDA): what linear weights become at load
     num_threads       torch threads; None shares the machine's cores out
     kv_events_endpoint
                       ZMQ endpoint to publish KV events on ("" publishes none); the replay socket is one port above
@@ -48,6 +49,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     enable_prefix_caching: bool = True
     attention_backend: str = "auto"
+    quantization: str = ""
     num_threads: int | None = None
     seed: int = 0
     trust_remote_code: bool = False

@@ -83,7 +83,9 @@ def load_checkpoint(
     text_config = hf_config.get_text_config()
     headers = [] if is_dummy else tensor_headers(source.folder)
     stored = stored_dtype(text_config, headers)
-    dtype, warning = choose_dtype(config.dtype, stored, device)
+    # The CPU's kernels multiply narrow weights by float32 activations, so nothing is gained by another type.
+    asked = "float32" if config.quantization and config.dtype == "auto" and device.type == "cpu" else config.dtype
+    dtype, warning = choose_dtype(asked, stored, device)
     max_model_len = choose_max_model_len(config.max_model_len, text_config, source.name)
     details = [line for line in (source.detail, warning) if line]
     if warning:

@@ -18,12 +18,14 @@ from engine_worker.model import attention
 from engine_worker.model.attention import AttentionBackend
 from engine_worker.model.backends import make_backend
 from engine_worker.model.checkpoint import LoadedCheckpoint, load_checkpoint
+from engine_worker.model.checkpoint_dtype import choose_device
 from engine_worker.model.families import num_layers, refuse_module
 from engine_worker.model.kv_tensors import KVLayout, KVTensors
-from engine_worker.model.memory import num_kv_blocks
+from engine_worker.model.memory import format_bytes, num_kv_blocks
 from engine_worker.model.native import library as native
 from engine_worker.model.packed_model import PackedModel
-from engine_worker.model.prepare import count_bytes, prepare_module
+from engine_worker.model.prepare import prepare_module
+from engine_worker.model.quantize import check_quantization
 from engine_worker.model.rope import freeze_rope
 from engine_worker.model.runner import ModelRunner
 from engine_worker.model.sampler import Sampler
@@ -44,6 +46,7 @@ def load_model(config: EngineConfig, progress: Callable[[str], None]) -> ModelRu
     num_threads = choose_num_threads(config)
     torch.set_num_threads(num_threads)
     attention.register()
+    check_quantization(config.quantization, choose_device(config.device))
     checkpoint = load_checkpoint(config, attention.NAME, progress)
     module = checkpoint.module
     refuse_module(module)
@@ -53,11 +56,18 @@ def load_model(config: EngineConfig, progress: Callable[[str], None]) -> ModelRu
     details = [*checkpoint.details, *notes]
     if checkpoint.device.type == "cpu":
         details.append(native.status())
-    details += prepare_module(module, checkpoint.dtype, library, backend, "float32", progress)
+    prepared = prepare_module(module, checkpoint.dtype, library, backend, config.quantization, progress)
+    details += prepared.details
     layout = _test(config, checkpoint, backend, max_model_len, details, progress)
 
     block_bytes = layout.block_bytes(config.block_size)
     num_blocks = num_kv_blocks(config, block_bytes, max_model_len, checkpoint.device)
+    if prepared.saved_bytes:
+        bought = prepared.saved_bytes // block_bytes
+        details.append(
+            f"{format_bytes(prepared.saved_bytes)} saved by {config.quantization}: room for {bought} KV blocks"
+        )
+        progress(details[-1])
     progress(f"KV cache of {num_blocks} blocks of {config.block_size} tokens, {num_threads} thread(s)")
     kv = KVTensors(num_layers(module), num_blocks, config.block_size, checkpoint.device, layout)
     info = ModelInfo(
@@ -70,12 +80,12 @@ def load_model(config: EngineConfig, progress: Callable[[str], None]) -> ModelRu
         block_size=config.block_size,
         num_blocks=num_blocks,
         kv_block_bytes=block_bytes,
-        weight_bytes=count_bytes(module),
+        weight_bytes=prepared.weight_bytes,
         dtype=str(checkpoint.dtype).removeprefix("torch."),
         device=str(checkpoint.device),
         attention_backend=backend.name,
         num_threads=num_threads,
-        cache_root=_cache_root(checkpoint, layout, notes),
+        cache_root=_cache_root(checkpoint, layout, [*notes, config.quantization]),
         detail="; ".join(details),
     )
     return ModelRunner(

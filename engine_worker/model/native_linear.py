@@ -69,8 +69,10 @@ class NativeEmbedding(nn.Module):
 def nativize(module: nn.Module, library: Library, kind: str) -> int:
     """Swap what is exactly nn.Linear in float32 on the CPU for NativeLinear, in place. Returns bytes of packed weights.
 
-    A tied embedding follows its head, so that the dense matrix is freed. Everything else stays as it is.
+    A tied embedding follows its head, so that the dense matrix is freed. Everything else stays as it is. With int4 the
+    head gets 8 bits: its rounding goes straight into the logits and, where tied, into every token's embedding.
     """
+    head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
     places: dict[nn.Linear, list[tuple[nn.Module, str]]] = {}
     for parent in module.modules():
         for name, child in parent.named_children():
@@ -84,12 +86,13 @@ def nativize(module: nn.Module, library: Library, kind: str) -> int:
     total = 0
     while places:
         linear, spots = places.popitem()
-        swapped = NativeLinear.of(library, linear, kind).eval()
+        swapped = NativeLinear.of(library, linear, "int8" if linear is head and kind == "int4" else kind).eval()
         total += swapped.packed.num_bytes
         for parent, name in spots:
             setattr(parent, name, swapped)
         for parent, name in tied.get(linear.weight.data_ptr(), ()):
             setattr(parent, name, NativeEmbedding(getattr(parent, name), swapped.packed))
+        head = None if linear is head else head  # the last hold on its memory
         del linear
     return total
 

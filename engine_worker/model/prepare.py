@@ -7,6 +7,7 @@ layers that are recognised run in one call. Without the library, layers are pack
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -21,6 +22,16 @@ from engine_worker.model.memory import format_bytes
 from engine_worker.model.native.kernels import PackedWeight
 from engine_worker.model.native.library import Library
 from engine_worker.model.native_linear import nativize
+from engine_worker.model.quantize import quantize_linears
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """What was done: lines for people, bytes of weights now, and how many quantization saved."""
+
+    details: tuple[str, ...]
+    weight_bytes: int
+    saved_bytes: int
 
 
 def prepare_module(
@@ -28,24 +39,40 @@ def prepare_module(
     dtype: torch.dtype,
     library: Library | None,
     backend: AttentionBackend,
-    kind: str,
+    quantization: str,
+    progress: Callable[[str], None],
+) -> Prepared:
+    """Rewrite the module in place. `quantization` is what its linear weights become, "" for nothing."""
+    before = count_bytes(module)
+    details = _rewrite(module, dtype, library, backend, quantization, progress)
+    after = count_bytes(module)
+    if quantization:
+        details.insert(0, f"{quantization} weights: {format_bytes(after)} instead of {format_bytes(before)}")
+    return Prepared(tuple(details), after, max(0, before - after) if quantization else 0)
+
+
+def _rewrite(
+    module: PreTrainedModel,
+    dtype: torch.dtype,
+    library: Library | None,
+    backend: AttentionBackend,
+    quantization: str,
     progress: Callable[[str], None],
 ) -> list[str]:
-    """Rewrite the module in place. `kind` is what linear weights become: float32, int8 or int4. Returns details."""
     if library is None or dtype != torch.float32 or module.device.type != "cpu":
+        if quantization:
+            progress(f"quantizing the weights to {quantization}")
+            quantize_linears(module, quantization)
         packed = prepack(module)
         return (
             [f"{packed.num_packed} linear layers packed ({format_bytes(packed.packed_bytes)} more)"]
             if packed.num_packed
             else []
         )
+    kind = quantization or "float32"
     progress(f"laying out the weights in {kind}")
-    before = count_bytes(module)
     nativize(module, library, kind)
     details = []
-    if kind != "float32":
-        after = count_bytes(module)
-        details.append(f"{kind} weights: {format_bytes(after)} instead of {format_bytes(before)}")
     if isinstance(backend, NativeBackend):
         fused = fuse_layers(module, backend)
         details.append(f"{fused} of {num_layers(module)} layers fused")

@@ -45,6 +45,12 @@ def parser() -> argparse.ArgumentParser:
         "--max-num-batched-tokens", type=_positive, default=512, metavar="N", help="tokens a step (default %(default)s)"
     )
     add("--attention-backend", default="auto", help="auto, reference, cpu or native (default %(default)s)")
+    add(
+        "--quantization",
+        choices=("int8", "int4", "fp8"),
+        default="",
+        help="make weights narrower at load (default: no)",
+    )
     add("--threads", type=_positive, metavar="N", help="torch threads (default: this worker's share of the cores)")
     add("--no-prefix-caching", action="store_true", help="compute every prompt from its start")
     add("--kv-events-port", type=_events_port, default=0, metavar="PORT", help='0: any free port; "off": none')
@@ -97,6 +103,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         max_num_batched_tokens=args.max_num_batched_tokens,
         enable_prefix_caching=not args.no_prefix_caching,
         attention_backend=args.attention_backend,
+        quantization=args.quantization,
         num_threads=args.threads,
         seed=args.seed,
         trust_remote_code=args.trust_remote_code,

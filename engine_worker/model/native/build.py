@@ -11,6 +11,7 @@ one instruction set (avx512, avx2, generic).
 
 from __future__ import annotations
 
+import argparse
 import fcntl
 import hashlib
 import os
@@ -20,7 +21,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -157,9 +158,18 @@ def _compiler_digest(compiler: list[str]) -> str:
     return hashlib.sha256(f"{platform.machine()} {done.stdout}".encode()).hexdigest()[:8]
 
 
-def main() -> int:
-    """Compile for every instruction set, into the package: for images that are built where a compiler is."""
+def main(argv: Sequence[str] | None = None) -> int:
+    """Compile for every instruction set, into the package; or with --warm for this processor, into its cache folder.
+
+    The exit code is 0 without a compiler, too: nothing needs the kernels.
+    """
+    parser = argparse.ArgumentParser(prog="python -m engine_worker.model.native.build", description=main.__doc__)
+    parser.add_argument("--warm", action="store_true", help="only what this processor runs, into the cache folder")
+    args = parser.parse_args(argv)
     try:
+        if args.warm:
+            find_or_build(choose(), print)
+            return 0
         compiler = find_compiler()
         SHIPPED.mkdir(exist_ok=True)
         for isa in INSTRUCTION_SETS:

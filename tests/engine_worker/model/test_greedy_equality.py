@@ -183,7 +183,7 @@ def test_covering_settings(family: str) -> None:
 
 @cache
 def native_model(family: str, isa: str):  # type: ignore[no-untyped-def]
-    """The family's model laid out for the kernels, and its backend. Dense linears are gone, layers fused if possible."""
+    """The family's model laid out for the kernels, its backend, and how many of its layers are fused."""
     backend = NativeBackend(library_for(isa))
     module = tiny_model(family)
     nativize(module, backend.library, "float32")

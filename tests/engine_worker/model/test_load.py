@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from engine_worker.model import load, self_test
 from engine_worker.model.errors import ModelError
 from engine_worker.model.load import load_model
 from engine_worker.model.memory import NotEnoughMemory
+from engine_worker.model.native import library as native
 from tests.engine_worker.model.tiny_models import tiny_config
 
 pytestmark = pytest.mark.engine
@@ -40,7 +42,8 @@ def test_a_loaded_model_executes_plans(tmp_path: Path) -> None:
     info = runner.info
     assert info.architecture == "Gemma3ForCausalLM"
     assert (info.num_layers, info.block_size, info.dtype, info.device) == (3, 16, "float32", "cpu")
-    assert (info.attention_backend, info.num_threads, info.max_model_len) == ("cpu", 1, 512)
+    expected = "cpu" if native.current() is None else "native"
+    assert (info.attention_backend, info.num_threads, info.max_model_len) == (expected, 1, 512)
     assert info.kv_block_bytes == 16 * 3 * 2 * 8 * 2 * 4
     assert info.num_blocks == (1 << 22) // info.kv_block_bytes
     assert "self-test passed" in info.detail
@@ -121,13 +124,40 @@ def test_refused_families_are_refused_before_their_weights_are_read(family: str,
     assert not any(message.startswith("loading") for message in messages)
 
 
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+@pytest.mark.parametrize("choice", ["auto", "off"])
+def test_quantized_weights_are_smaller_and_say_what_they_bought(
+    kind: str, choice: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """With the kernels and without, at widths that groups of 32 fit."""
+    monkeypatch.setattr(native, "_State", type("_State", (), {"library": None, "status": "", "is_loaded": False}))
+    monkeypatch.setenv("WARMGATE_NATIVE", choice)
+    tiny_config("llama", hidden_size=96, intermediate_size=128).save_pretrained(tmp_path)
+    config = EngineConfig(model=str(tmp_path), load_format="dummy", num_threads=1, max_model_len=64, dtype="float32")
+    dense = load_model(config, lambda _: None).info
+    messages: list[str] = []
+    narrow = load_model(replace(config, quantization=kind), messages.append).info
+    assert narrow.weight_bytes < dense.weight_bytes * (0.7 if kind == "int8" else 0.65)
+    found = re.search(r"saved by int\d: room for (\d+) KV blocks", narrow.detail)
+    assert found is not None
+    assert int(found[1]) > 20
+    assert any(found[0] in message for message in messages)
+    assert narrow.cache_root != dense.cache_root
+
+
+def test_quantizations_that_cannot_be_are_refused(tmp_path: Path) -> None:
+    for kind, sentence in (("int3", "There is no quantization"), ("fp8", "needs a CUDA device")):
+        with pytest.raises(ModelError, match=sentence):
+            load_model(EngineConfig(model=str(tmp_path), quantization=kind, device="cpu"), lambda _: None)
+
+
 def test_too_little_memory_for_one_sequence_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotEnoughMemory, match="max-model-len"):
         load_model(replace(config_for(tmp_path), kv_cache_memory=20_000), lambda _: None)
 
 
 def test_unknown_backends_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="auto, reference or cpu"):
+    with pytest.raises(ModelError, match="auto, reference, cpu or native"):
         load_model(replace(config_for(tmp_path), attention_backend="flash"), lambda _: None)
     runner = load_model(replace(config_for(tmp_path), attention_backend="reference"), lambda _: None)
     assert runner.info.attention_backend == "reference"

@@ -1,0 +1,152 @@
+"""Weight-only quantization: which kinds a device has, and linear layers that hold narrow weights where no kernel does.
+
+- int8: 8 bits, one scale an output row. int4: 4 bits, one scale for 32 neighbours of a row. Both on CPU and CUDA.
+- fp8: e4m3 with a scale a row, multiplied by the tensor cores with a scale a token for activations. CUDA from compute
+  capability 8.9 on.
+
+On a CPU the kernels of native/ multiply narrow weights by float32 activations; native_linear.py has the timings that
+chose them over torch's own. torch's int8 product of weights and quantized activations is faster still at some sizes
+and was left out: with one scale a tensor for activations the demo model's perplexity rises from 21 to 72.
+
+Without kernels, and on CUDA, `QuantizedLinear` widens a weight at each use and multiplies with torch. That saves the
+memory, and on CUDA with many rows costs little; at few rows it costs the widening.
+
+Embeddings follow the LM head where the two are tied, and stay dense otherwise: looking up rows costs no bandwidth.
+"""
+
+from __future__ import annotations
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from engine_worker.model.errors import ModelError
+from engine_worker.model.native.kernels import quantize
+
+KINDS = ("int8", "int4", "fp8")
+_FP8_LARGEST = 448.0
+_FP8_CAPABILITY = (8, 9)
+
+
+def check_quantization(kind: str, device: torch.device) -> None:
+    """Raise ModelError for a kind that doesn't exist or that the device can't do. "" is none and always fine."""
+    if kind in ("", "none"):
+        return
+    if kind not in KINDS:
+        raise ModelError(f"There is no quantization {kind!r}. Use {', '.join(KINDS)}, or leave it out.")
+    if kind == "fp8":
+        if device.type != "cuda":
+            raise ModelError(f"Quantization fp8 needs a CUDA device, and this is {device}. Use int8 or int4.")
+        if torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+            raise ModelError("This CUDA device has no fp8 units (compute capability 8.9). Use int8 or int4.")
+
+
+class QuantizedLinear(nn.Module):
+    """nn.Linear over a narrow weight, in plain torch: any device, any activation type."""
+
+    def __init__(self, linear: nn.Linear, kind: str) -> None:
+        super().__init__()
+        self.out_features, self.in_features = linear.weight.shape
+        self.kind = kind
+        self.weight = torch.empty(linear.weight.shape, device="meta", dtype=linear.weight.dtype)
+        self.bias = linear.bias
+        quantized = quantize(linear.weight, kind)
+        assert quantized.scales is not None
+        values = quantized.values
+        if kind == "int4":
+            pairs = (values + 8).to(torch.uint8)
+            values = pairs[:, 0::2] | pairs[:, 1::2] << 4  # [N, K / 2]
+        self.register_buffer("values", values, persistent=False)
+        self.register_buffer("scales", quantized.scales, persistent=False)
+
+    def dequantize(self) -> Tensor:
+        """[N, K] in float32."""
+        return self.rows(slice(None))
+
+    def rows(self, index: Tensor | slice) -> Tensor:
+        """Chosen rows [..., K] in float32."""
+        values, scales = self.values[index], self.scales[index]
+        if self.kind == "int4":
+            values = torch.stack((values & 15, values >> 4), dim=-1).flatten(-2).to(torch.int8) - 8
+        return (values.float().unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]).flatten(-2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.linear(x, self.dequantize().to(x.dtype), self.bias)
+
+
+class FP8Linear(nn.Module):
+    """nn.Linear with e4m3 weights, a scale a row, and activations quantized with a scale a token. CUDA only."""
+
+    def __init__(self, linear: nn.Linear) -> None:
+        super().__init__()
+        self.out_features, self.in_features = linear.weight.shape
+        self.weight = torch.empty(linear.weight.shape, device="meta", dtype=linear.weight.dtype)
+        self.bias = linear.bias
+        values, scales = to_fp8(linear.weight)
+        self.register_buffer("values", values, persistent=False)
+        self.register_buffer("scales", scales, persistent=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        flat = x.reshape(-1, self.in_features)
+        values, scales = to_fp8(flat)
+        out = torch._scaled_mm(
+            values, self.values.t(), scale_a=scales, scale_b=self.scales.t(), bias=self.bias, out_dtype=x.dtype
+        )
+        return out.view(*x.shape[:-1], self.out_features)
+
+
+def to_fp8(tensor: Tensor) -> tuple[Tensor, Tensor]:
+    """Rows [M, K] -> e4m3 values [M, K] and scales [M, 1], tensor = values * scales up to rounding."""
+    scales = tensor.detach().float().abs().amax(1, keepdim=True).clamp(min=1e-12) / _FP8_LARGEST
+    return (tensor.float() / scales).to(torch.float8_e4m3fn), scales
+
+
+class _TiedEmbedding(nn.Module):
+    """An embedding whose rows are those of the quantized LM head that it shares its weight with."""
+
+    def __init__(self, embedding: nn.Embedding, head: QuantizedLinear) -> None:
+        super().__init__()
+        self.num_embeddings, self.embedding_dim = embedding.num_embeddings, embedding.embedding_dim
+        self.weight = head.weight
+        self._head = (head,)  # in a tuple, so that it is not registered a second time
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self._head[0].rows(ids).to(self.weight.dtype)
+
+
+def quantize_linears(module: nn.Module, kind: str) -> int:
+    """Swap every nn.Linear of the module, in place, for a quantized one. Returns how many there were.
+
+    Layers whose width the kind can't hold (int4: a multiple of 32; fp8: multiples of 16) stay dense.
+    """
+    places: dict[nn.Linear, list[tuple[nn.Module, str]]] = {}
+    embeddings: dict[int, list[tuple[nn.Module, str]]] = {}
+    for parent in module.modules():
+        for name, child in parent.named_children():
+            if type(child) is nn.Linear and _fits(child, kind):
+                places.setdefault(child, []).append((parent, name))
+            elif type(child) is nn.Embedding:
+                embeddings.setdefault(child.weight.data_ptr(), []).append((parent, name))
+    head = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+    count = len(places)
+    while places:
+        linear, spots = places.popitem()
+        tied = embeddings.get(linear.weight.data_ptr(), [])
+        if kind == "fp8":
+            if tied:
+                continue
+            swapped: nn.Module = FP8Linear(linear)
+        else:
+            swapped = QuantizedLinear(linear, "int8" if linear is head and kind == "int4" else kind)
+            for parent, name in tied:
+                setattr(parent, name, _TiedEmbedding(getattr(parent, name), swapped))
+        for parent, name in spots:
+            setattr(parent, name, swapped.eval())
+    return count
+
+
+def _fits(linear: nn.Linear, kind: str) -> bool:
+    rows, cols = linear.weight.shape
+    if kind == "fp8":
+        return rows % 16 == 0 and cols % 16 == 0
+    return kind == "int8" or cols % 32 == 0
