@@ -8,8 +8,9 @@ VENV := .venv
 BIN := $(VENV)/bin
 INSTALLED := $(VENV)/.installed
 TORCH := torch==2.13.0
+APT := $(if $(filter 0,$(shell id -u)),,sudo -n) env DEBIAN_FRONTEND=noninteractive RUNLEVEL=1 apt-get
 
-.PHONY: help install up demo test test-clients check format clean
+.PHONY: help install redis up demo test test-clients check format clean
 
 help:
 	@echo 'make up       a gateway and two workers on this machine, ready to call'
@@ -33,13 +34,18 @@ $(INSTALLED): pyproject.toml Makefile
 	@$(BIN)/python -m engine_worker.model.native.build --warm
 	@touch $@
 
+# The tests of shared state start a real redis-server of their own.
+redis:
+	@command -v redis-server >/dev/null || { $(APT) update -qq && $(APT) install -y -qq redis-server >/dev/null; } || { \
+		echo 'The tests need redis-server; install it (Debian and Ubuntu: apt-get install redis-server).' >&2; exit 1; }
+
 up: install
 	@exec $(BIN)/warmgate up $(UP)
 
 demo: install
 	@$(BIN)/python -m loadtest.demo $(DEMO)
 
-test: install
+test: install redis
 	$(BIN)/python -m pytest $(PYTEST)
 
 test-clients: install

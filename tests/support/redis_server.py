@@ -9,7 +9,7 @@ import time
 
 from tests.support.processes import Process, free_port
 
-MISSING = "redis-server is not installed: `make setup` installs it, or `apt-get install redis-server`"
+MISSING = "redis-server is not installed: `make test` installs it, or `apt-get install redis-server`"
 
 
 class RedisServer:
