@@ -67,6 +67,7 @@ class Peer:
     leases: dict[str, ReplicaId] = field(default_factory=dict)
     hears: frozenset[str] = frozenset()
     lacks: frozenset[str] = frozenset()
+    asks_index: bool = False
 
 
 @dataclass(slots=True)
@@ -157,6 +158,7 @@ class Book:
                 peer.hears, peer.lacks = frozenset(item.hears), frozenset(item.lacks)
                 requests.leases |= self.gateway_id in item.asks_leases
                 requests.blocks += [replica for gateway, replica in item.asks_blocks if gateway == self.gateway_id]
+                peer.asks_index = item.asks_index
                 requests.index |= item.asks_index
             case wire.Snapshot():
                 requests.snapshot_ready = True
@@ -266,8 +268,8 @@ class Book:
         return frozenset().union(*(peer.lacks for peer in self.peers.values()))
 
     def is_first(self) -> bool:
-        """Whether ours is the least id of those alive: who writes snapshots."""
-        return all(self.gateway_id < gateway_id for gateway_id in self.peers)
+        """Whether ours is the least id of those alive that don't ask for a snapshot themselves: who writes it."""
+        return all(self.gateway_id < peer.gateway_id or peer.asks_index for peer in self.peers.values())
 
     def _forget(self, peer: Peer, now: float) -> None:
         for request_id in list(peer.leases):

@@ -145,6 +145,8 @@ def test_the_least_id_alive_is_the_first(book: Book) -> None:
     assert book.is_first()
     book.receive(said(1, sender="aa"), 1.0)
     assert not book.is_first()
+    book.receive(said(2, wire.Beat([], [], asks_index=True), sender="aa"), 1.0)
+    assert book.is_first(), "a newcomer has nothing to tell yet"
 
 
 def test_blocks_that_only_a_peer_hears_are_followed_through_it(here: Here, book: Book) -> None:

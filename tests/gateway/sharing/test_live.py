@@ -217,8 +217,8 @@ async def test_blocks_reach_a_gateway_that_cannot_hear_them(redis: RedisServer, 
             replica.kv_feed, replica.key_mode = feed, "token"
         one.app.router.emit(BlocksCleared(0.0, name))
         one.app.router.emit(BlocksStored(0.0, name, keys[:2]))
+        await until(lambda: two.app.fleet.stats(name).authoritative)
         await until(lambda: two.app.fleet.stats(name).num_index_blocks == 2)
-        assert two.app.fleet.stats(name).authoritative
         one.app.router.emit(BlocksStored(0.0, name, keys[2:]))
         await until(lambda: two.app.fleet.stats(name).num_index_blocks == 3)
         one.app.router.emit(BlocksRemoved(0.0, name, keys[1:]))
