@@ -48,8 +48,7 @@ from policies.rate_book import RateBook
 from policies.replica import Replica, ReplicaStats
 from policies.retouch import Retouches
 from policies.types import FleetSnapshot, KeySpace, PrefixChain, ReplicaId, ReplicaStatus, RouteRequest
-
-OUTPUT_WEIGHT = 0.05  # of a new request in the mean output
+from policies.usual import Usual
 
 __all__ = ["FleetConfig", "FleetState"]
 
@@ -68,7 +67,7 @@ class FleetState:
         self._sequence = 0
         self._last_event_at = 0.0
         self._rates = RateBook()
-        self._mean_output_tokens = self._config.initial_output_tokens
+        self._usual = Usual(self._config.initial_output_tokens)
         self._handlers: dict[type, Callable[[Any], None]] = {
             Joined: self._joined,
             Left: self._left,
@@ -111,7 +110,7 @@ class FleetState:
             for replica in replicas:
                 num_tokens, matched = prompts.get(replica.key_space, unknown)
                 views.append(replica.view(num_tokens, matched[replica.slot], now))
-        return FleetSnapshot(now, self._sequence, tuple(views), self._mean_output_tokens)
+        return FleetSnapshot(now, self._sequence, tuple(views), self._usual.num_output_tokens, self._usual.queue)
 
     def _matched(self, chain: PrefixChain) -> tuple[int, list[int]]:
         """The prompt's tokens, and by slot those that each replica holds: all but the last at most."""
@@ -240,6 +239,7 @@ class FleetState:
         if replica is None:
             return
         replica.load.advance(event.at)
+        self._usual.dispatching(self._order)
         assert event.request_id not in self._leases, "a request dispatched twice without Failed in between"
         chain = event.chain
         matched = min(event.matched_tokens, max(chain.num_tokens - 1, 0))
@@ -290,7 +290,7 @@ class FleetState:
             return
         self._index.computed(lease.replica_id, lease.chain.keys)
         self._realised(lease, event.cached_tokens)
-        self._mean_output_tokens += OUTPUT_WEIGHT * (event.num_output_tokens - self._mean_output_tokens)
+        self._usual.finished(event.num_output_tokens)
         self._end(lease, event.at, event.num_output_tokens, keep_blocks=None)
 
     def _failed(self, event: Failed) -> None:
@@ -316,7 +316,7 @@ class FleetState:
         """Room for what runs, and what one more token costs in what it pushes out."""
         if replica.num_blocks and self._config.mirror_outputs:
             num_in_flight = len(replica.load.waiting) + len(replica.load.running)
-            per_request = ceil(self._mean_output_tokens / max(replica.block_tokens, 1))
+            per_request = ceil(self._usual.num_output_tokens / max(replica.block_tokens, 1))
             self._index.reserve(replica.replica_id, num_in_flight * per_request)
         idle_s = self._index.idle_s(replica.replica_id)
         replica.eviction_s = 0.0 if idle_s is None else self._retouches.lost_s(idle_s, replica.rates)

@@ -290,6 +290,10 @@ class ReplicaLoad:
             self.num_waiting, self.num_running, self.queued_prefill_tokens, self.queued_prefill_s(now), self.kv_usage
         )
 
+    def expected_prefill_tokens(self) -> int:
+        """Uncached tokens of the waiting leases whose first token will be an event."""
+        return sum(lease.num_uncached_tokens for lease in self.waiting.values() if lease.streamed)
+
     def _count_unreported(self, since: float) -> None:
         self._unreported_blocks = 0
         for leases in (self.waiting, self.running):

@@ -14,7 +14,8 @@ _new = tuple.__new__
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStats:
-    """What the router believes about one replica, for metrics and `explain`."""
+    """What the router believes about one replica, for metrics and `explain`. `expected_prefill_tokens`: of the queued
+    ones, those of our own requests whose first token will be seen."""
 
     replica_id: ReplicaId
     incarnation: str
@@ -29,6 +30,7 @@ class ReplicaStats:
     authoritative: bool
     trust: float
     rates: Rates
+    expected_prefill_tokens: int = 0
 
 
 @dataclass(slots=True)
@@ -87,4 +89,5 @@ class Replica:
             authoritative=index.authoritative(self.replica_id),
             trust=index.trust(self.replica_id),
             rates=self.rates,
+            expected_prefill_tokens=self.load.expected_prefill_tokens(),
         )

@@ -119,13 +119,15 @@ class ReplicaView(NamedTuple):
 class FleetSnapshot:
     """The routable replicas for one request, in a stable order (by id). `sequence` counts decisions so far.
 
-    `expected_output_tokens` is the mean output of the requests that finished lately.
+    `expected_output_tokens` is the mean output of the requests that finished lately; `typical_queue` how many requests
+    waited at a replica when another came, on average lately.
     """
 
     now: float
     sequence: int
     replicas: tuple[ReplicaView, ...]
     expected_output_tokens: float = 200.0
+    typical_queue: float = 0.0
 
 
 class Score(NamedTuple):

@@ -1,18 +1,25 @@
 """The default policy: the replica where this request does the least harm, in seconds.
 
-    cost_i = W_i + p_i (1 + tau) + p_i q_i + kappa d_i + e_i
+    cost_i = W_i + p_i (1 + tau + L) + p_i q_i + kappa d_i + e_i
 
 W_i  (`queue`)       prefill seconds still ahead of the request there
 p_i  (`prefill`)     its own uncached prefill, quadratic attention included
      (`recompute`)   tau p_i: computing a prefix again spreads it over one more replica and evicts something there
+     (`later`)       L p_i: work done here keeps waiting those who are yet to come before the replica is idle again. In
+                     a queue that is about as many as wait on average, L: next to none when the fleet is idle, several
+                     when it drowns, and then spreading a prefix is what drowns it
      (`delay`)       p_i q_i: the q_i requests waiting there all wait p_i longer
 d_i  (`decode`)      seconds that its KV adds to the output of those running there: running requests, times expected
                      output tokens, times decode seconds a KV token, times its tokens. kappa makes a second between
                      tokens cheaper than a second before the first.
 e_i  (`duplicates`)  what caching again pushes out of a full replica: the tokens that the best replica holds and this
                      one doesn't, times the seconds expected to be lost for each evicted there (retouch.py), times
-                     2 + the mean queue, as whoever computes it again delays others too. Only duplicates are charged:
-                     a new prefix has to live somewhere.
+                     2 + the mean queue, as whoever computes it again delays others too. A new prefix has to live
+                     somewhere, so only duplicates are charged while all replicas are full.
+     (`room`)        while half of the replicas evict nothing of worth, the others are charged for what is new as well:
+                     else those that hold a prompt that all begin with would turn their caches over beside empty ones.
+                     (One with a little room left is no reason: a fleet that fills evenly would chase the last. Nor is
+                     it one where requests usually wait: queues spread sessions by themselves.)
 
 W and p together are the expected time to first token. Costs within TIE_SHARE of the least (or TIE_S seconds) are the
 same as far as the rates are known; among those the longest match wins, then the fewest requests in flight, then chance.
@@ -32,9 +39,12 @@ from policies.types import Decision, FleetSnapshot, LazyScores, ReplicaView, Rou
 
 TIE_SHARE = 0.05
 TIE_S = 0.001
+BUSY_QUEUE = 0.5  # requests that wait at a replica; from there on a fleet is busy
+MAX_LATER = 8.0  # a queue longer than that says nothing more about what is to come
 
 _NUM_WAITING = attrgetter("num_waiting")
 _MATCHED_TOKENS = attrgetter("matched_tokens")
+_EVICTION_S = attrgetter("eviction_s")
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,27 +54,33 @@ class WarmConfig:
     tau              recompute tax, in own prefills
     kappa            weight of decode seconds
     delay            weight of the delay to those waiting
+    later            weight of the delay to those who will come, L p_i
     duplicate_price  weight of e_i; 0 charges nothing
+    room             weight of the charge for new blocks while half of the replicas have room
     quadratic        whether attention's quadratic term counts in p_i
     """
 
     tau: float = 1.0
     kappa: float = 0.1
     delay: float = 1.0
+    later: float = 1.0
     duplicate_price: float = 1.0
+    room: float = 1.0
     quadratic: bool = True
 
 
 class _Weights(NamedTuple):
-    """What is the same for all replicas: the weights of p, p q, d and e, the longest match, and whether attention's
-    quadratic term counts (1 or 0)."""
+    """What is the same for all replicas: the weights of p, p q, d, and e for duplicates and new blocks, the longest
+    match, whether attention's quadratic term counts (1 or 0), and the part of p's weight that is for those to come."""
 
     own: float
     delay: float
     decode: float
     price: float
+    room: float
     longest: int
     quadratic: float
+    later: float
 
 
 class Warm:
@@ -98,7 +114,7 @@ class Warm:
 
     def _costs(self, views: Sequence[ReplicaView], weights: _Weights) -> list[float]:
         """The total of every replica. The same sum as in _scores, without names: this is the hot path."""
-        own, delay, decode, price, longest, quadratic = weights
+        own, delay, decode, price, room, longest, quadratic, _ = weights
         costs = []
         for _, _, num_tokens, matched, _, queued_s, num_waiting, num_running, _, rates, eviction_s in views:
             uncached = num_tokens - matched
@@ -107,8 +123,8 @@ class Warm:
             cost = queued_s + prefill * (own + delay * num_waiting)
             if num_running:
                 cost += decode * num_running * rates.decode_kv_s * num_tokens
-            if eviction_s and matched < longest:
-                cost += price * eviction_s * (longest - matched)
+            if eviction_s:
+                cost += eviction_s * (price * (longest - matched) + room * (num_tokens - longest))
             costs.append(cost)
         return costs
 
@@ -123,9 +139,11 @@ class Warm:
                 "queue": view.queued_prefill_s,
                 "prefill": prefill,
                 "recompute": self._config.tau * prefill,
+                "later": weights.later * prefill,
                 "delay": weights.delay * prefill * view.num_waiting,
                 "decode": weights.decode * view.num_running * view.rates.decode_kv_s * view.num_tokens,
                 "duplicates": weights.price * view.eviction_s * (weights.longest - view.matched_tokens),
+                "room": weights.room * view.eviction_s * (view.num_tokens - weights.longest),
             }
             scores.append(Score(view.replica_id, sum(terms.values()), terms))
         return tuple(scores)
@@ -135,14 +153,19 @@ class Warm:
         expected_output = fleet.expected_output_tokens
         if request.max_output_tokens is not None:
             expected_output = min(expected_output, request.max_output_tokens)
-        mean_queue = sum(map(_NUM_WAITING, views)) / len(views)
+        reuse = 2.0 + sum(map(_NUM_WAITING, views)) / len(views)
+        later = config.later * min(fleet.typical_queue, MAX_LATER)
+        has_room = 2 * sum(map(bool, map(_EVICTION_S, views))) <= len(views)
+        quiet = max(1.0 - fleet.typical_queue / BUSY_QUEUE, 0.0)
         return _Weights(
-            1.0 + config.tau,
+            1.0 + config.tau + later,
             config.delay,
             config.kappa * expected_output,
-            config.duplicate_price * (2.0 + mean_queue),
+            config.duplicate_price * reuse,
+            config.room * quiet * reuse if has_room else 0.0,
             max(map(_MATCHED_TOKENS, views)),
             float(config.quadratic),
+            later,
         )
 
 

@@ -9,6 +9,9 @@ goes when nothing waits there), and the rest waits in the gateway, by
 the shortest remaining work first, aged so that nobody waits for ever. Work is the prefill at the replica that holds
 most of the prompt.
 
+Only what will announce itself counts as ahead: our own streamed requests, whose first tokens wake the queue up. What
+others send there, and requests that aren't streamed, would keep somebody waiting for news that never come.
+
 Who is asked for, in that order, is placed as `warm` would, with what better-ranked requests still wait for counted as
 if it were in the replica's queue already: a request whose replica has no room waits for it, unless the line for it has
 become so long that another costs less. The queue moves waiting from before the first token to between tokens (prefill
@@ -18,7 +21,7 @@ and decode mix more), so it is a policy of its own.
 from __future__ import annotations
 
 import random
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from policies.decide import own_prefill_s
 from policies.fleet import FleetState
@@ -92,11 +95,11 @@ class WarmHold:
         if not snapshot.replicas:
             return True
         views = tuple(map(self._with_held, snapshot.replicas)) if self._held else snapshot.replicas
-        seen = FleetSnapshot(now, snapshot.sequence, views, snapshot.expected_output_tokens)
+        seen = replace(snapshot, replicas=views)
         decision = self._warm.choose(request, seen, self._rng)
         [chosen] = [view for view in snapshot.replicas if view.replica_id == decision.replica_id]
         uncached = chosen.num_tokens - chosen.matched_tokens
-        queued = chosen.queued_prefill_tokens
+        queued = self._fleet.stats(chosen.replica_id, now).expected_prefill_tokens
         if queued and queued + uncached > self._config.max_outstanding_tokens:
             num_held, seconds = self._held.get(chosen.replica_id, (0, 0.0))
             self._held[chosen.replica_id] = (num_held + 1, seconds + own_prefill_s(chosen))
@@ -113,7 +116,7 @@ class WarmHold:
 
     def _has_room(self, now: float) -> bool:
         stats = [self._fleet.stats(replica_id, now) for replica_id in self._fleet.replica_ids()]
-        queued = [each.queued_prefill_tokens for each in stats if each.status is ReplicaStatus.READY]
+        queued = [each.expected_prefill_tokens for each in stats if each.status is ReplicaStatus.READY]
         # without any, whoever dispatches says why it can't be
         self._is_open = not queued or min(queued) < self._config.max_outstanding_tokens
         self._is_stale = False

@@ -101,7 +101,16 @@ def test_warm_tells_every_term_in_seconds_and_they_add_up() -> None:
     decision = choose("warm", busy, view("b"))
     assert [score.replica_id for score in decision.scores] == ["a", "b"]
     for score in decision.scores:
-        assert score.terms.keys() == {"queue", "prefill", "recompute", "delay", "decode", "duplicates"}
+        assert score.terms.keys() == {
+            "queue",
+            "prefill",
+            "recompute",
+            "later",
+            "delay",
+            "decode",
+            "duplicates",
+            "room",
+        }
         assert score.total == pytest.approx(sum(score.terms.values()))
     terms = decision.scores[0].terms
     prefill = RATES.prefill_s(523, 480)

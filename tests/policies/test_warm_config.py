@@ -16,8 +16,8 @@ BUSY = view("a", matched_tokens=480, queued_prefill_s=0.5, num_waiting=2, num_ru
 COLD = view("b", eviction_s=2e-4, num_waiting=4)
 
 
-def scores(config: WarmConfig, *views: ReplicaView) -> list[Score]:
-    snapshot = FleetSnapshot(0.0, 0, views or (BUSY, COLD))
+def scores(config: WarmConfig, *views: ReplicaView, typical_queue: float = 1.5) -> list[Score]:
+    snapshot = FleetSnapshot(0.0, 0, views or (BUSY, COLD), typical_queue=typical_queue)
     return list(Warm(config).choose(request("r", "x"), snapshot, random.Random(0)).scores)
 
 
@@ -33,8 +33,10 @@ def changed(config: WarmConfig) -> set[str]:
         (WarmConfig(tau=4.0), {"recompute"}),
         (WarmConfig(kappa=1.0), {"decode"}),
         (WarmConfig(delay=0.0), {"delay"}),
+        (WarmConfig(later=3.0), {"later"}),
         (WarmConfig(duplicate_price=0.0), {"duplicates"}),
-        (WarmConfig(quadratic=False), {"prefill", "recompute", "delay"}),
+        (WarmConfig(room=0.5), set()),  # both are full
+        (WarmConfig(quadratic=False), {"prefill", "recompute", "later", "delay"}),
     ],
 )
 def test_a_setting_changes_its_own_terms_alone(config: WarmConfig, terms: set[str]) -> None:
@@ -43,7 +45,8 @@ def test_a_setting_changes_its_own_terms_alone(config: WarmConfig, terms: set[st
 
 @pytest.mark.parametrize("config", [WarmConfig(), WarmConfig(tau=4, kappa=1, delay=0.5), WarmConfig(quadratic=False)])
 def test_the_fast_sum_is_the_sum_of_the_terms(config: WarmConfig) -> None:
-    policy, snapshot = Warm(config), FleetSnapshot(0.0, 0, (BUSY, COLD, view("c", matched_tokens=1002)))
+    views = (BUSY, COLD, view("c", matched_tokens=960))
+    policy, snapshot = Warm(config), FleetSnapshot(0.0, 0, views, typical_queue=1.5)
     weights = policy._weights(request("r", "x"), snapshot)
     named = policy._scores(snapshot.replicas, weights)
     assert policy._costs(snapshot.replicas, weights) == pytest.approx([score.total for score in named])
@@ -57,12 +60,54 @@ def test_only_duplicates_are_charged_by_what_they_push_out_where_they_go() -> No
     assert b.terms["duplicates"] == pytest.approx((2 + 3) * 2e-4 * 480)
     new = scores(WarmConfig(), view("a", eviction_s=1e-4), view("b", eviction_s=1.0))
     assert [score.terms["duplicates"] for score in new] == [0.0, 0.0]
+    assert [score.terms["room"] for score in new] == [0.0, 0.0]
+
+
+def test_new_blocks_are_charged_where_they_push_something_out_while_another_replica_has_room() -> None:
+    full, empty = view("a", matched_tokens=480, eviction_s=1e-4), view("b")
+    a, b = scores(WarmConfig(), full, empty, typical_queue=0.0)
+    assert a.terms["room"] == pytest.approx(2 * 1e-4 * (1003 - 480))
+    assert (b.terms["room"], b.terms["duplicates"]) == (0.0, 0.0)
+    assert scores(WarmConfig(), full, full, empty, typical_queue=0.0)[0].terms["room"] == 0.0  # too few have room
+    assert scores(WarmConfig(), full, empty)[0].terms["room"] == 0.0  # a busy fleet spreads by itself
+    # what is held already takes no room
+    held = scores(WarmConfig(), view("a", matched_tokens=1002, eviction_s=1e-4), empty, typical_queue=0.0)
+    assert held[0].terms["room"] == pytest.approx(2 * 1e-4)
+
+
+def test_sessions_that_share_a_beginning_leave_a_full_replica_for_an_empty_one() -> None:
+    full = view("a", matched_tokens=480, eviction_s=4e-4)
+    snapshot = FleetSnapshot(0.0, 0, (full, view("b")))
+    piled = Warm(WarmConfig(room=0.0)).choose(request("r", "x"), snapshot, random.Random(0))
+    spread = Warm().choose(request("r", "x"), snapshot, random.Random(0))
+    assert (piled.replica_id, spread.replica_id) == ("a", "b")
+
+
+def test_work_weighs_more_the_more_requests_usually_wait() -> None:
+    def choice(typical_queue: float) -> str:
+        # waiting for a costs 0.15 s more than computing 480 tokens again at b twice
+        queue = 2 * (RATES.prefill_s(1003, 0) - RATES.prefill_s(523, 480)) + 0.15
+        views = (view("a", matched_tokens=480, queued_prefill_s=queue), view("b"))
+        snapshot = FleetSnapshot(0.0, 0, views, typical_queue=typical_queue)
+        return Warm().choose(request("r", "x"), snapshot, random.Random(0)).replica_id
+
+    assert [choice(0.0), choice(6.0), choice(1e9)] == ["b", "a", "a"]
+
+
+def test_the_typical_queue_is_what_arrivals_find() -> None:
+    fleet = fleet_of("a", "b")
+    assert fleet.snapshot(request("p", "q"), 0.0).typical_queue == 0.0
+    for i in range(300):  # always one request waits at a, none at b
+        dispatch(fleet, "a", f"r{i}", "x" * 4, float(i))
+        if i:
+            fleet.apply(FirstToken(i + 0.5, ReplicaId("a"), f"r{i - 1}"))
+    assert fleet.snapshot(request("p", "q"), 300.0).typical_queue == pytest.approx(0.5, abs=0.01)
 
 
 def test_the_price_keeps_a_prefix_together_that_load_would_spread() -> None:
     # waiting for a costs 0.105 s more than computing 480 tokens again at b, twice, in an idle fleet
     queue = 2 * (RATES.prefill_s(1003, 0) - RATES.prefill_s(523, 480)) + 0.03
-    full = (view("a", matched_tokens=480, queued_prefill_s=queue), view("b", eviction_s=1e-4))
+    full = (view("a", matched_tokens=480, queued_prefill_s=queue, eviction_s=1e-4), view("b", eviction_s=1e-4))
     snapshot = FleetSnapshot(0.0, 0, full)
     free = Warm(WarmConfig(duplicate_price=0.0)).choose(request("r", "x"), snapshot, random.Random(0))
     priced = Warm().choose(request("r", "x"), snapshot, random.Random(0))

@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from policies.events import Dispatched, FirstToken
+from policies.events import Dispatched, FirstToken, StatsReported
 from policies.fleet import FleetState
 from policies.queue import RequestQueue
 from policies.types import Decision, ReplicaId, RouteRequest
@@ -59,6 +59,19 @@ def test_a_free_replica_takes_anything_and_a_full_one_makes_them_wait() -> None:
 def test_as_many_go_as_the_limit_has_room_for() -> None:
     line = Line("a")  # 1,000 tokens
     assert [line.arrive(str(i), chr(300 + i) * 20, 0.0) for i in range(5)] == [["0"], ["1"], ["2"], [], []]
+
+
+def test_nobody_waits_for_what_will_not_announce_itself() -> None:
+    line = Line("a")
+    line.fleet.apply(
+        StatsReported(0.0, ReplicaId("a"), num_running=0, num_waiting=9, kv_usage=0.5, queued_prefill_tokens=90_000)
+    )
+    assert line.arrive("beside others'", "x" * 200, 0.0) == ["beside others'"]
+    line = Line("a")
+    whole = Dispatched(0.0, ReplicaId("a"), "whole", chain("q" * 200), 0, streamed=False)
+    line.fleet.apply(whole)
+    assert line.arrive("behind a whole answer", "x" * 200, 0.0) == ["behind a whole answer"]
+    assert line.arrive("behind a stream", "y" * 200, 0.0) == []
 
 
 def test_the_shortest_work_goes_first_and_age_counts() -> None:
