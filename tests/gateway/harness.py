@@ -93,6 +93,8 @@ class Running:
         await until(lambda: self.app.router.stats.num_in_flight == 0)
         await until(lambda: self.app.fleet.num_leases() == 0)
         self.app.router.check_invariants()
+        await until(lambda: self.app.admission.num_in_flight == 0)
+        self.app.admission.check_invariants()
         assert not any(replica.waiting for replica in self.app.registry)
 
 
