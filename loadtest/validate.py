@@ -16,6 +16,7 @@ import argparse
 import asyncio
 import json
 import random
+import shlex
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
@@ -105,6 +106,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         *("--block-size", str(BLOCK_SIZE), "--max-num-batched-tokens", str(options.token_budget)),
         *("--threads", str(options.threads), "--kv-cache-memory", options.kv_cache_memory),
         *("--max-model-len", str(options.max_model_len)),
+        *shlex.split(options.worker_args),
     )
     try:
         trace = read_trace(options.trace, options.requests)
@@ -133,19 +135,28 @@ async def _validate(fleet: Fleet, trace: Trace, options: argparse.Namespace, con
         most = min(states[0].max_model_len - DECODE_TOKENS - 1, options.token_budget)
         console.print("measuring the workers' speed ...")
         measured = await asyncio.gather(*[_measure(client, url, fleet.model, most, n) for n, url in enumerate(urls)])
-    gpus = [fit(f"worker {n}", each, states[n].num_blocks) for n, each in enumerate(measured)]
+    # The workers are alike, and so one fit of all that was measured is the truest.
+    pooled = Measured(
+        tuple(pair for each in measured for pair in each.prefills),
+        tuple(pair for each in measured for pair in each.decodes),
+    )
+    gpus = [fit("worker", pooled, state.num_blocks) for state in states]
     rate = options.rate or options.load * len(gpus) / mean_work_s(trace, gpus, options.token_budget)
     load = Load(rate=rate)
     console.print(f"sending {trace.num_requests} requests at {rate:.2f} a second ...")
     driver = Driver(fleet.base_url, fleet.model, trace, load, IdSpeech(), 1.0, options.seed)
-    live = side(await driver.run())
+    replayed = await driver.run()
+    live = side(replayed)
+    errors = sorted({job.reason for job in replayed.jobs if job.reason})
+    for error in errors[:5]:
+        console.print(error)
     setup = Setup(
         trace=options.trace,
         fleet=SimFleet(tuple(gpus), tuple(gpu.num_blocks for gpu in gpus), options.token_budget, options.max_num_seqs),
         load=load,
     )
     simulated = simulate(setup, trace, options.policy, options.seed)
-    return {"simulated": simulated, "live": live, "rate": rate, "speeds": [asdict(gpu) for gpu in gpus]}
+    return {"simulated": simulated, "live": live, "rate": rate, "speed": asdict(gpus[0]), "errors": errors}
 
 
 async def _workers(client: httpx.AsyncClient, fleet: Fleet) -> tuple[list[str], list[WorkerState]]:
@@ -262,6 +273,7 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--max-model-len", type=int, default=2048, help="longer requests are left out")
     p.add_argument("--token-budget", type=int, default=512, help="tokens a step at most")
     p.add_argument("--max-num-seqs", type=int, default=64)
+    p.add_argument("--worker-args", default="", help="more for `warmgate worker`, such as '--load-format dummy'")
     p.add_argument("--policy", default="warm")
     p.add_argument("--load", type=float, default=0.5, help="share of what the workers could serve with nothing cached")
     p.add_argument("--rate", type=float, help="requests a second, instead of --load")

@@ -90,6 +90,7 @@ class Driver:
         async with aiohttp.ClientSession(self._base_url, connector=connector, timeout=timeout) as self._session:
             self._clock = WallClock(self._speedup)
             self._changed = asyncio.Event()
+            self._clock.on_ran = self._changed.set  # the workload may be over with nothing under way
             rng = random.Random(f"{self._seed}/arrivals")
             self._workload = Workload(self._clock, self._trace, self._load, rng, self._send)
             try:
@@ -162,7 +163,7 @@ class Driver:
             chunk = json.loads(data)
             if "error" in chunk:
                 raise _Refused(str(chunk["error"])[:300])
-            if job.first_token_at is None and any(map(_has_text, chunk["choices"])):
+            if job.first_token_at is None and any(map(_has_token, chunk["choices"])):
                 job.first_token_at = self._clock.read()
             usage = chunk.get("usage") or usage
         if not done or job.first_token_at is None or usage is None:
@@ -174,8 +175,9 @@ class Driver:
         job.cached_tokens = (details.get("cached_tokens") or 0) * self._speech.scale
 
 
-def _has_text(choice: dict[str, Any]) -> bool:
-    return bool(choice["text"] if "text" in choice else choice["delta"].get("content"))
+def _has_token(choice: dict[str, Any]) -> bool:
+    """A chat's first chunk may hold the role alone. A plain completion's holds a token, whatever its text."""
+    return "text" in choice or bool(choice["delta"].get("content"))
 
 
 class _Refused(Exception):

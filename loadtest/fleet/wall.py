@@ -20,7 +20,8 @@ from loadtest.sim.figures import percentile
 class WallClock(Clock):
     """`now` in seconds of the trace since the start, which pass `speedup` times as fast as the loop's.
 
-    Call `sync` before touching what lives by this clock from outside of an event. `close` ends it.
+    Call `sync` before touching what lives by this clock from outside of an event. `close` ends it. `on_ran` is called
+    after events have run.
     """
 
     def __init__(self, speedup: float) -> None:
@@ -29,6 +30,7 @@ class WallClock(Clock):
             raise ValueError(f"a speed-up of {speedup}: give a number above 0")
         self.speedup = speedup
         self.lags_s = array("d")
+        self.on_ran: Callable[[], None] | None = None
         self._loop = asyncio.get_running_loop()
         self._origin = self._loop.time()
         self._timer: asyncio.TimerHandle | None = None
@@ -47,8 +49,8 @@ class WallClock(Clock):
     def sync(self) -> float:
         """Let everything happen that is due; `now` is then the present, and is returned."""
         assert not self._running, "an event is no outside"
-        self._run_due()
-        self.now = max(self.now, self.read())
+        # Not a later reading than the one that nothing was due at: an event may have come due since.
+        self.now = max(self.now, self._run_due())
         return self.now
 
     def run(self, until: Callable[[], bool] | None = None) -> None:
@@ -60,18 +62,24 @@ class WallClock(Clock):
         self._heap.clear()
         self._due = float("inf")
 
-    def _run_due(self) -> None:
+    def _run_due(self) -> float:
+        """Returns a moment up to which everything has happened."""
         heap = self._heap
+        present = self.read()
         self._running = True
         try:
-            while heap and heap[0][0] <= (present := self.read()):
+            while heap and heap[0][0] <= present:
                 self.now, _, action, args = heapq.heappop(heap)
                 self.num_events += 1
                 self.lags_s.append(present - self.now)
                 action(*args)
+                present = self.read()
         finally:
             self._running = False
             self._arm()
+        if self.on_ran is not None:
+            self.on_ran()
+        return present
 
     def _arm(self) -> None:
         if self._timer is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 import socket
 from dataclasses import replace
@@ -65,6 +66,17 @@ async def test_a_gateway_that_is_not_there_fails_every_request_and_ends() -> Non
     replayed = await driver.run()
     assert [job.status for job in replayed.jobs] == [JobStatus.FAILED] * 2
     assert all("ClientConnectorError" in job.reason for job in replayed.jobs)
+
+
+async def test_a_slice_ends_though_nothing_is_under_way_at_its_end() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+    trace = timed(request(1, 2), request(1, 3, at_s=20.0))
+    load = Load(duration_s=1.0)
+    driver = Driver(f"http://127.0.0.1:{port}", "m", trace, load, ChatSpeech(Wording(512, 16)), 100.0, 1)
+    async with asyncio.timeout(20):
+        replayed = await driver.run()
+    assert len(replayed.jobs) == 1
 
 
 @pytest.mark.parametrize(

@@ -47,6 +47,16 @@ async def test_a_blocked_process_delays_what_is_said_but_not_the_account() -> No
     clock.close()
 
 
+async def test_sync_never_passes_an_event_that_has_not_run() -> None:
+    clock, seen = WallClock(1e6), []
+    for number in range(3000):
+        clock.at(number * 10.0, seen.append, number * 10.0)
+    while len(seen) < 3000:
+        now = clock.sync()
+        assert seen == [number * 10.0 for number in range(min(int(now / 10) + 1, 3000))]
+    clock.close()
+
+
 async def test_a_closed_clock_does_nothing_more() -> None:
     clock, seen = WallClock(1000.0), []
     clock.at(1.0, seen.append, 1)
