@@ -1,8 +1,8 @@
 """Keeps the index's snapshot in Redis: who writes it and when, and who reads it.
 
 The gateway with the least id of those that know something writes: every snapshot.REWRITE_S, when there is none (any
-more), and when a newcomer asks. A gateway to which a replica is new asks for a fresh one; while it is alone it takes what lies there,
-which is what a gateway that stopped, perhaps itself, left behind.
+more), and when a newcomer asks. A gateway to which a replica is new asks for a fresh one; while it is alone it takes
+what lies there, which is what a gateway that stopped, perhaps itself, left behind.
 """
 
 from __future__ import annotations
