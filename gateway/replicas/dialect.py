@@ -55,6 +55,12 @@ class Report:
     kv_events_replay_endpoint: str = ""
     detail: str = ""
 
+    def capacity_blocks(self, block_tokens: int) -> int:
+        """The replica's KV capacity in blocks of `block_tokens`, which its own need not have: text keys have theirs."""
+        if not self.block_tokens or not block_tokens:
+            return self.num_blocks
+        return self.num_blocks * self.block_tokens // block_tokens
+
 
 class Dialect(Protocol):
     """How to read one engine. Stateless but for what it learned about this replica's endpoints."""

@@ -149,7 +149,7 @@ class Registry:
         replica.models = report.models
         replica.incarnation = report.incarnation
         replica.key_space, replica.block_tokens, replica.key_mode = cut.key_space, cut.block_tokens, cut.key_mode
-        replica.num_blocks = report.num_blocks
+        replica.num_blocks = report.capacity_blocks(cut.block_tokens)
         replica.status = _status(replica, report.status)
         replica.detail = report.detail
         self._changed()
@@ -161,7 +161,7 @@ class Registry:
                 report.models,
                 cut.key_space,
                 cut.block_tokens,
-                report.num_blocks,
+                replica.num_blocks,
                 replica.status,
             )
         )
@@ -190,7 +190,7 @@ class Registry:
                     report.num_waiting,
                     report.kv_usage,
                     report.queued_prefill_tokens,
-                    report.num_blocks or None,
+                    report.capacity_blocks(replica.block_tokens) or None,
                 )
             )
 
