@@ -13,6 +13,7 @@ from collections.abc import AsyncIterator
 
 import httpx
 
+from gateway import garbage
 from gateway.observe.histogram import Buckets
 from gateway.observe.lag import LoopWatch
 from tests.gateway.harness import CHAT, HANG_GUARD_S, Replica, gateway, until
@@ -135,3 +136,21 @@ async def test_a_loop_that_stands_still_is_noticed_and_named(caplog):
     assert watch.num_blocked >= 1
     assert "test_a_loop_that_stands_still" in caplog.text
     assert lag.total > 0
+
+
+async def test_full_collections_wait_for_a_quiet_moment_but_not_for_ever(monkeypatch):
+    """Row 57: a collection of everything stops everything."""
+    collected = asyncio.Event()
+    idle = False
+    collections = garbage.FullCollections(lambda: idle, collected.set, every_s=0.01)
+    collections.start()
+    await asyncio.sleep(0.1)
+    assert not collected.is_set()
+    idle = True
+    await collected.wait()
+    idle = False
+    await asyncio.sleep(0.02)
+    collected.clear()
+    monkeypatch.setattr(garbage, "MAX_WAIT_S", 0.05)
+    await collected.wait()
+    collections.close()
