@@ -160,6 +160,7 @@ def _fetch(
 
 
 def first_line(error: BaseException) -> str:
-    """An exception as one line: its message's first line, or its class."""
-    lines = str(error).strip().splitlines()
-    return lines[0] if lines else type(error).__name__
+    """An exception as one line: its message's first line, up to where it announces no more lines; or its class."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()]
+    last = next((i for i, line in enumerate(lines) if not line.endswith(":")), -1)
+    return " ".join(lines[: last + 1] or lines) or type(error).__name__

@@ -107,10 +107,11 @@ def num_kv_blocks(
         budget, source = int(free * share), f"a share of {share:.2f} of the {format_bytes(free)} free on {device}"
     num_blocks = min(budget // kv_block_bytes, config.max_num_seqs * blocks_per_seq)
     if num_blocks < blocks_per_seq:
+        room = num_blocks * config.block_size
+        shorten = f", or set --max-model-len to {room} or less" if room > 1 else ""  # a sequence has two tokens or more
         raise NotEnoughMemory(
             f"The KV cache may take {format_bytes(budget)} ({source}), but one sequence of {max_model_len} tokens "
-            f"needs {format_bytes(blocks_per_seq * kv_block_bytes)}. Raise --kv-cache-memory, or set --max-model-len "
-            f"to {max(1, budget // kv_block_bytes) * config.block_size} or less."
+            f"needs {format_bytes(blocks_per_seq * kv_block_bytes)}. Raise --kv-cache-memory{shorten}."
         )
     return num_blocks
 

@@ -39,7 +39,7 @@ def parser() -> argparse.ArgumentParser:
     add("--block-size", type=_positive, default=16, help="tokens of a KV block (default %(default)s)")
     add("--kv-cache-memory", type=size_bytes, metavar="SIZE", help="memory for KV blocks, such as 2GiB")
     add("--memory-fraction", type=_fraction, default=0.5, help="share of free memory for KV (default %(default)s)")
-    add("--max-model-len", type=_positive, metavar="N", help="tokens of a sequence (default: the model's own limit)")
+    add("--max-model-len", type=_length, metavar="N", help="tokens of a sequence (default: the model's own limit)")
     add("--max-num-seqs", type=_positive, default=64, metavar="N", help="sequences at once (default %(default)s)")
     add(
         "--max-num-batched-tokens", type=_positive, default=512, metavar="N", help="tokens a step (default %(default)s)"
@@ -55,7 +55,7 @@ def parser() -> argparse.ArgumentParser:
     add("--no-prefix-caching", action="store_true", help="compute every prompt from its start")
     add("--kv-events-port", type=_events_port, default=0, metavar="PORT", help='0: any free port; "off": none')
     add("--no-self-test", action="store_true", help="skip the check of the model's attention at load")
-    add("--seed", type=int, default=0, help="seed of unseeded requests and dummy weights (default %(default)s)")
+    add("--seed", type=_seed, default=0, help="seed of dummy weights (default %(default)s)")
     add("--trust-remote-code", action="store_true", help="run code that comes with the model")
     add("--drain-timeout", type=_seconds, default=30.0, metavar="S", help="seconds to finish requests at a stop")
     return made
@@ -154,6 +154,14 @@ def _events_port(text: str) -> int | None:
 
 def _positive(text: str) -> int:
     return int(_within(text, 1, 2**31 - 1, "a whole number above 0"))
+
+
+def _length(text: str) -> int:
+    return _within(text, 2, 2**31 - 1, "a whole number above 1 (a prompt's token and one to generate)")
+
+
+def _seed(text: str) -> int:
+    return _within(text, 0, 2**63 - 1, "a whole number from 0 to 2**63 - 1")
 
 
 def _within(text: str, low: int, high: int, what: str) -> int:

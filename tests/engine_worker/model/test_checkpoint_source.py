@@ -10,7 +10,7 @@ import pytest
 from huggingface_hub import constants, errors
 
 from engine_worker.model import checkpoint_source
-from engine_worker.model.checkpoint_source import Source, demo_gguf, resolve
+from engine_worker.model.checkpoint_source import Source, demo_gguf, first_line, resolve
 from engine_worker.model.errors import ModelError
 from tests.engine_worker.model.checkpoints import save_checkpoint, save_config
 
@@ -162,3 +162,17 @@ def test_a_folder_that_vanishes_is_no_crash(tmp_path: Path) -> None:
     save_checkpoint(tmp_path / "tiny")
     shutil.rmtree(tmp_path / "tiny")
     assert "There is no folder" in refusal(str(tmp_path / "tiny"))
+
+
+@pytest.mark.parametrize(
+    ("message", "sentence"),
+    [
+        ("no such model\nsee the manual", "no such model"),
+        ("Class validation error for 'x':\n    ValueError: 33 is no multiple of 4\nmore", None),
+        ("it ends with a colon:\n", "it ends with a colon:"),
+        (" \n", "ValueError"),
+    ],
+)
+def test_errors_become_one_line_with_their_reason(message: str, sentence: str | None) -> None:
+    expected = sentence or "Class validation error for 'x': ValueError: 33 is no multiple of 4"
+    assert first_line(ValueError(message)) == expected

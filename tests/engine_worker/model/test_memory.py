@@ -146,6 +146,12 @@ def test_room_for_less_than_one_sequence_is_refused_with_numbers() -> None:
     assert "16.0 MiB" in sentence
     assert "--max-model-len to 240 or less" in sentence
     assert blocks(30 * MIB, max_model_len=240) == 15
+
+
+def test_room_for_less_than_one_block_is_refused_without_a_length_that_would_not_fit_either() -> None:
+    with pytest.raises(NotEnoughMemory) as raised:
+        blocks(100 * MIB, kv_cache_memory=MIB - 1)
+    assert str(raised.value).endswith("Raise --kv-cache-memory.")
     assert isinstance(raised.value, ModelError)
 
 
