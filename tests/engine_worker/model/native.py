@@ -9,6 +9,8 @@ import pytest
 from engine_worker.model.native import build
 from engine_worker.model.native.library import Library
 
+AUTO = "auto"  # what a worker loads by default
+
 
 @cache
 def _load(name: str) -> Library | str:
@@ -25,6 +27,10 @@ def library_for(name: str) -> Library:
     if isinstance(found, str):
         pytest.skip(found)
     return found
+
+
+def can_be_had(name: str) -> bool:
+    return isinstance(_load(name), Library)
 
 
 INSTRUCTION_SETS = ("avx512", "avx2", "generic")

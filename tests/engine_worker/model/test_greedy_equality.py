@@ -4,6 +4,9 @@ For every family that is served: a tiny random model, whose windows the prompts 
 `module.generate` with transformers' eager attention and cache, each prompt alone. Logits are compared too: a family may
 keep its tokens with logits that are far off. Tokens may differ only where the reference itself is undecided (its two
 best logits closer than MIN_GAP); from there on the two texts are different ones and are not compared.
+
+Every family is served both ways that a CPU has: by the native kernels, prepared as a worker prepares its model at load,
+and by torch's. The full product goes through the native kernels, the default wherever they can be had.
 """
 
 from __future__ import annotations
@@ -21,14 +24,13 @@ from engine_worker.core.types import FinishReason
 from engine_worker.model import backend_cpu_plan, packing
 from engine_worker.model.attention import AttentionCall
 from engine_worker.model.backend_cpu import CPUBackend
-from engine_worker.model.backend_native import NativeBackend
+from engine_worker.model.backend_native import NativeBackend, Ranges
 from engine_worker.model.backend_reference import ReferenceBackend
-from engine_worker.model.fuse import fuse_layers
 from engine_worker.model.kv_tensors import KVTensors
-from engine_worker.model.masks import CAUSAL
-from engine_worker.model.native_linear import nativize
+from engine_worker.model.masks import CAUSAL, MaskTag
 from engine_worker.model.packing import PackedBatch
-from tests.engine_worker.model.native import INSTRUCTION_SETS, library_for
+from engine_worker.model.prepare import prepare_module
+from tests.engine_worker.model.native import AUTO, INSTRUCTION_SETS, can_be_had, library_for
 from tests.engine_worker.model.serving import Answer, TinyEngine, transformers_greedy
 from tests.engine_worker.model.tiny_models import FAMILIES, VOCAB, WINDOW, tiny_model
 
@@ -76,6 +78,24 @@ def prompts() -> list[list[int]]:
 @cache
 def model(family: str):  # type: ignore[no-untyped-def]
     return tiny_model(family)
+
+
+@cache
+def native_model(family: str, isa: str):  # type: ignore[no-untyped-def]
+    """The family's model as a worker prepares it for the kernels, its backend, and what was done to it."""
+    library = library_for(isa)
+    backend = NativeBackend(library)
+    module = tiny_model(family)
+    prepared = prepare_module(module, torch.float32, library, backend, "", lambda message: None)
+    return module, backend, prepared.details
+
+
+def engine_for(family: str, served_by: str, **settings: int) -> TinyEngine:
+    """`served_by` is native or cpu. Where the kernels can't be had, torch's serve by default, and so here."""
+    if served_by == "native" and can_be_had(AUTO):
+        module, backend, _ = native_model(family, AUTO)
+        return TinyEngine(module, backend=backend, **settings)
+    return TinyEngine(model(family), backend=CPUBackend(), **settings)
 
 
 @cache
@@ -137,10 +157,10 @@ COVERING = [
 ]
 
 
-def check(family: str, setting: Setting) -> None:
+def check(family: str, setting: Setting, served_by: str) -> None:
     chosen, expected = prompts()[: setting.batch], reference(family)[: setting.batch]
     num_blocks = SMALL_POOL[setting.batch] if setting.preempt else 256
-    engine = TinyEngine(model(family), budget=setting.budget, num_blocks=num_blocks)
+    engine = engine_for(family, served_by, budget=setting.budget, num_blocks=num_blocks)
     cancel = canceller(engine, setting.batch // 2) if setting.cancel else None
     for warm in (False, True) if setting.warm else (False,):
         answers = engine.run(chosen, MAX_TOKENS, before_step=cancel)
@@ -172,22 +192,20 @@ def canceller(engine: TinyEngine, victim: int) -> Callable[[int, list[str]], Non
 @pytest.mark.parametrize("family", FULL_PRODUCT)
 @pytest.mark.parametrize("setting", MATRIX, ids=str)
 def test_full_product(family: str, setting: Setting) -> None:
-    check(family, setting)
+    check(family, setting, "native")
+
+
+@pytest.mark.parametrize("family", FULL_PRODUCT)
+@pytest.mark.parametrize("setting", COVERING, ids=str)
+def test_full_product_families_by_torch(family: str, setting: Setting) -> None:
+    check(family, setting, "cpu")
 
 
 @pytest.mark.parametrize("family", REDUCED)
 def test_covering_settings(family: str) -> None:
-    for setting in COVERING:
-        check(family, setting)
-
-
-@cache
-def native_model(family: str, isa: str):  # type: ignore[no-untyped-def]
-    """The family's model laid out for the kernels, its backend, and how many of its layers are fused."""
-    backend = NativeBackend(library_for(isa))
-    module = tiny_model(family)
-    nativize(module, backend.library, "float32")
-    return module, backend, fuse_layers(module, backend)
+    """Two settings by the kernels and two by torch, and for the next family the other way around."""
+    for index, setting in enumerate(COVERING, start=REDUCED.index(family)):
+        check(family, setting, ("native", "cpu")[index % 2])
 
 
 # Layers of these are recognised, in all their layers; the others' are not, and run kernel by kernel.
@@ -199,8 +217,8 @@ FUSED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3")
 def test_native_kernels(family: str, isa: str) -> None:
     if isa != "avx512" and family not in ("llama", "gemma3_text", "gpt_oss"):
         pytest.skip("a few families suffice for a second instruction set")
-    module, backend, num_fused = native_model(family, isa)
-    assert num_fused == (3 if family in FUSED else 0)
+    module, backend, details = native_model(family, isa)
+    assert f"{3 if family in FUSED else 0} of 3 layers fused" in details
     engine = TinyEngine(module, budget=16, num_blocks=SMALL_POOL[8], backend=backend)
     assert_equal(engine.run(prompts(), MAX_TOKENS), reference(family))
     assert_equal(engine.run(prompts(), MAX_TOKENS), reference(family))
@@ -240,6 +258,16 @@ class IgnoresSoftcap(CPUBackend):
         return super().attend(replace(call, softcap=None), batch, kv)
 
 
+class KernelsIgnoreMask(NativeBackend):
+    def ranges(self, mask: MaskTag, batch: PackedBatch) -> Ranges:
+        return super().ranges(CAUSAL, batch)
+
+
+class KernelsIgnoreSinks(NativeBackend):
+    def attend(self, call: AttentionCall, batch: PackedBatch, kv: KVTensors) -> torch.Tensor:
+        return super().attend(replace(call, sinks=None), batch, kv)
+
+
 WINDOWED = tuple(family for family, own in FAMILIES.items() if "sliding_window" in own)
 
 
@@ -253,6 +281,21 @@ WINDOWED = tuple(family for family, own in FAMILIES.items() if "sliding_window" 
 )
 def test_a_naive_engine_is_told_apart(family: str, wrong: type[CPUBackend]) -> None:
     engine = TinyEngine(model(family), budget=16, backend=wrong())
+    with pytest.raises(AssertionError, match=r"differs|are off by"):
+        assert_equal(engine.run(prompts(), MAX_TOKENS), reference(family))
+
+
+@pytest.mark.parametrize(
+    ("family", "wrong"),
+    [("mistral", KernelsIgnoreMask), ("gemma3_text", KernelsIgnoreMask), ("gpt_oss", KernelsIgnoreSinks)],
+)
+def test_naive_kernels_are_told_apart(family: str, wrong: type[NativeBackend]) -> None:
+    library = library_for(AUTO)
+    backend = wrong(library)
+    module = tiny_model(family)
+    prepared = prepare_module(module, torch.float32, library, backend, "", lambda message: None)
+    assert "0 of 3 layers fused" in prepared.details  # the trial at load tells them apart first
+    engine = TinyEngine(module, budget=16, backend=backend)
     with pytest.raises(AssertionError, match=r"differs|are off by"):
         assert_equal(engine.run(prompts(), MAX_TOKENS), reference(family))
 
