@@ -13,7 +13,7 @@ import pytest
 from tests.architecture.imports import Import, imports_of, imports_under
 from tests.support.processes import ROOT
 
-TORCH = ("torch", "transformers", "safetensors", "gguf", "numpy")
+TORCH = ("torch", "transformers", "safetensors", "gguf")
 
 
 @dataclass(frozen=True, slots=True)
