@@ -1,6 +1,11 @@
-"""The demo model in float32: greedy answers equal transformers' own, through the packed linear layers that serve."""
+"""The demo model in float32: greedy answers equal transformers' own, as a worker loads and serves it by default.
+
+Where the native kernels can be had, that is through them, with every layer fused; elsewhere through torch's.
+"""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 import pytest
 import torch
@@ -9,8 +14,10 @@ from tokenizers import Tokenizer
 from engine_worker.config import EngineConfig
 from engine_worker.core.types import FinishReason
 from engine_worker.model import attention
-from engine_worker.model.checkpoint import LoadedCheckpoint, load_checkpoint
-from engine_worker.model.linear import prepack
+from engine_worker.model.checkpoint import load_checkpoint
+from engine_worker.model.load import load_model
+from engine_worker.model.native import library as native
+from engine_worker.model.packed_model import PackedModel
 from tests.engine_worker.model.serving import Answer, TinyEngine, transformers_greedy
 from tests.engine_worker.model.test_greedy_equality import MIN_GAP
 
@@ -40,17 +47,27 @@ TEXTS = (
 
 
 @pytest.fixture(scope="module")
-def demo() -> tuple[LoadedCheckpoint, list[list[int]], list[Answer]]:
-    """The checkpoint, the prompts and transformers' answers: made with plain linear layers, before they are packed."""
+def demo() -> Iterator[tuple[PackedModel, list[list[int]], list[Answer]]]:
+    """The model as load_model leaves it, the prompts, and transformers' answers out of the checkpoint as it is."""
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     attention.register()
-    checkpoint = load_checkpoint(EngineConfig(model="demo", dtype="float32"), attention.NAME, lambda message: None)
+    config = EngineConfig(
+        model="demo", dtype="float32", device="cpu", num_threads=1, max_model_len=1024, kv_cache_memory=1 << 26
+    )
+    checkpoint = load_checkpoint(config, attention.NAME, lambda message: None)
     tokenizer = Tokenizer.from_str(checkpoint.tokenizer.tokenizer_json)
     prompts = [tokenizer.encode(text, add_special_tokens=False).ids for text in TEXTS]
-    module = checkpoint.module
-    expected = [transformers_greedy(module, prompt, MAX_TOKENS, "sdpa") for prompt in prompts]
-    assert prepack(module).num_packed > 200
-    return checkpoint, prompts, expected
+    expected = [transformers_greedy(checkpoint.module, prompt, MAX_TOKENS, "sdpa") for prompt in prompts]
+    del checkpoint
+    runner = load_model(config, lambda message: None)
+    if native.current() is None:
+        assert runner.info.attention_backend == "cpu"
+    else:
+        assert runner.info.attention_backend == "native"
+        assert "30 of 30 layers fused" in runner.info.detail
+    yield runner._model, prompts, expected
+    torch.set_num_threads(num_threads)
 
 
 def assert_equal(answer: Answer, expected: Answer) -> None:
@@ -75,14 +92,16 @@ def assert_equal(answer: Answer, expected: Answer) -> None:
     ids=["alone", "three in chunks", "eight at once", "eight, preempted", "eight, preempted, one cancelled"],
 )
 def test_answers_equal_transformers(
-    demo: tuple[LoadedCheckpoint, list[list[int]], list[Answer]],
+    demo: tuple[PackedModel, list[list[int]], list[Answer]],
     batch: int,
     budget: int,
     num_blocks: int,
     victim: int | None,
 ) -> None:
-    checkpoint, prompts, expected = demo
-    engine = TinyEngine(checkpoint.module, num_blocks=num_blocks, block_size=BLOCK_SIZE, budget=budget)
+    model, prompts, expected = demo
+    engine = TinyEngine(
+        model.module, backend=model.backend, num_blocks=num_blocks, block_size=BLOCK_SIZE, budget=budget
+    )
 
     def cancel(step: int, ids: list[str]) -> None:
         if victim is not None and step == 9:
