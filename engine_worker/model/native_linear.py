@@ -1,18 +1,20 @@
 """Linear layers and embeddings over weights laid out for the kernels: float32, int8 or int4.
 
-One copy serves every number of rows. Measured on one AVX-512 core, all linears of 12 layers of a 135 M model, in ms
-(the machine was shared, so read along the rows):
+One copy serves every number of rows. Twelve layers' linears of a 135 M Llama (query, key and value joined, gate and up
+joined), one AVX-512 core, least CPU time in ms of two sets of alternating runs. The machine was shared and the sets
+differ by up to a half: compare within a column, and only what is far apart.
 
     rows               1     2     4     8    16    32    64   128   512
-    F.linear (MKL)    34    39    67    91    92    83   137   270   871
-    oneDNN, packed    53    57    65    69    83    99   120   257   874
-    here, float32     38    46    44    59    63    75   114   101   870
-    here, int8        11    12    15    20    33    52    92   218  1050
-    here, int4         8     9    11    16    36    45    92   223   950
+    F.linear (MKL)    24    23    38    56    54    46    66   125   362
+    oneDNN, packed    19    26    25    34    40    36    62   105   329
+    here, float32     20    29    31    34    42    53    71   109   390
+    here, int8         7     8     8    11    16    29    49    81   333
+    here, int4         6     6     6     9    16    22    45    82   309
 
-Weights take a quarter (int8) or a sixth (int4 with its scales) of the memory that they are read from at each step of
-decoding, hence the gain at few rows; from some 32 rows on all are bound by the same float32 arithmetic. Perplexity of
-the demo model on the shipped text is in tests/engine_worker/model/test_quantize.py, with its bounds.
+In float32 these are no faster than oneDNN's, but need one copy instead of two, can be joined, and run within a fused
+layer. Narrow weights take a quarter (int8) or a sixth (int4 with its scales) of the memory that is read at each step
+of decoding, hence their gain at few rows; with many rows all are bound by the same float32 arithmetic. What they cost
+in quality is bounded in engine_worker/evaluate.py and held to by tests/engine_worker/model/test_quantize.py.
 """
 
 from __future__ import annotations

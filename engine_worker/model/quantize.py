@@ -4,8 +4,8 @@
 - fp8: e4m3 with a scale a row, multiplied by the tensor cores with a scale a token for activations. CUDA from compute
   capability 8.9 on.
 
-On a CPU the kernels of native/ multiply narrow weights by float32 activations; native_linear.py has the timings that
-chose them over torch's own. torch's int8 product of weights and quantized activations is faster still at some sizes
+On a CPU the kernels of native/ multiply narrow weights by float32 activations; native_linear.py has their timings
+beside those of dense weights. torch's int8 product of weights and quantized activations is faster still at some sizes
 and was left out: with one scale a tensor for activations the demo model's perplexity rises from 21 to 72.
 
 Without kernels, and on CUDA, `QuantizedLinear` widens a weight at each use and multiplies with torch. That saves the
