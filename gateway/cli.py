@@ -81,7 +81,7 @@ def _setting_flags(arguments: list[str], names: frozenset[str]) -> dict[str, obj
 @app.command(context_settings={**PASS_ON, "help_option_names": []}, add_help_option=False)
 def worker(context: typer.Context) -> None:
     """Run one worker: a model behind OpenAI's API. Its own options: warmgate worker --help."""
-    _become("engine_worker", context.args)
+    _become("engine_worker", context.args, "engine", "A worker")
 
 
 @app.command(context_settings=PASS_ON)
@@ -115,13 +115,13 @@ def up(
 @app.command(context_settings={**PASS_ON, "help_option_names": []}, add_help_option=False)
 def demo(context: typer.Context) -> None:
     """Compare round_robin with warm on the demo model, side by side."""
-    _become("loadtest.demo", context.args)
+    _become("loadtest.demo", context.args, "loadtest", "The demo")
 
 
 @app.command(context_settings={**PASS_ON, "help_option_names": []}, add_help_option=False)
 def replay(context: typer.Context) -> None:
     """Simulate policies over a trace of your requests, in simulated time; --help tells the format."""
-    _become("loadtest.sim", context.args)
+    _become("loadtest.sim", context.args, "loadtest", "The simulator")
 
 
 @app.command()
@@ -148,8 +148,14 @@ def version() -> None:
     print(f"warmgate {installed('warmgate')}")
 
 
-def _become(module: str, arguments: list[str]) -> None:
+def _become(module: str, arguments: list[str], extra: str, who: str) -> None:
     """Replaces this process, so that signals, the terminal and the exit status are the started command's own."""
+    from gateway.supervise.preflight import CannotStart, check_extra
+
+    try:
+        check_extra(extra, who)
+    except CannotStart as error:
+        raise UserError(str(error)) from None
     sys.stdout.flush()
     os.execv(sys.executable, [sys.executable, "-m", module, *arguments])
 

@@ -24,10 +24,18 @@ def check(options: UpOptions) -> None:
 
 
 def check_packages() -> None:
-    missing = [name for name in ("torch", "transformers") if importlib.util.find_spec(name) is None]
+    check_extra("engine", "The worker")
+
+
+EXTRAS = {"engine": ("torch", "transformers"), "loadtest": ("aiohttp", "httpx_sse", "numpy")}
+
+
+def check_extra(extra: str, who: str) -> None:
+    """`who` needs one of the project's extras; the gateway alone (warmgate serve) needs none."""
+    missing = [name for name in EXTRAS[extra] if importlib.util.find_spec(name) is None]
     if missing:
         raise CannotStart(
-            f"The worker needs {' and '.join(missing)}: pip install 'warmgate[engine]'. "
+            f"{who} needs {' and '.join(missing)}: in the project's folder, pip install '.[{extra}]'. "
             "The gateway alone (warmgate serve) runs without."
         )
 

@@ -191,7 +191,9 @@ def _draw(folder: Path, outcomes: list[Outcome], title: str, label_name: str, co
     try:
         from loadtest.sim.plots import draw
     except ImportError:
-        raise ValueError("plots need matplotlib: pip install 'warmgate[loadtest]', or leave --plots out") from None
+        raise ValueError(
+            "plots need matplotlib: pip install '.[loadtest]' in the project's folder, or leave --plots out"
+        ) from None
     for path in draw(folder, outcomes, title, label_name):
         console.print(f"wrote {path}")
 

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from gateway.cli import UserError, _setting_flags
+from gateway.cli import UserError, _become, _setting_flags
 from tests.support.processes import free_port, python
 
 NAMES = frozenset({"stream_idle_s", "drain_s", "secret", "policy"})
@@ -82,3 +82,11 @@ def test_worker_hands_over_all_its_arguments_and_its_exit_status(tmp_path: Path)
 def test_version_and_help() -> None:
     assert run("version").stdout.startswith("warmgate 0.")
     assert "cache-aware" in run("--help").stdout
+
+
+def test_a_command_whose_packages_are_missing_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+    from gateway.supervise import preflight
+
+    monkeypatch.setitem(preflight.EXTRAS, "engine", ("torch_that_nobody_has",))
+    with pytest.raises(UserError, match=r"A worker needs torch_that_nobody_has: .*pip install '\.\[engine\]'"):
+        _become("engine_worker", [], "engine", "A worker")
