@@ -24,7 +24,10 @@ LOADER = "tests.engine_worker.serving.fake_engine:load_fake"
 
 
 class Life:
+    """A supervisor and what it started: children of this process that were not there before."""
+
     def __init__(self, stall_s: float) -> None:
+        self._others = set(descendants(os.getpid()))  # other tests' helpers, such as multiprocessing's tracker
         self.client = EngineClient()
         self.readies: asyncio.Queue[Ready] = asyncio.Queue()
         self.num_lost = 0
@@ -41,6 +44,9 @@ class Life:
 
     def _lost(self) -> None:
         self.num_lost += 1
+
+    def engines(self) -> list[int]:
+        return [pid for pid in descendants(os.getpid()) if pid not in self._others]
 
 
 @asynccontextmanager
@@ -67,7 +73,7 @@ async def news_to_the_end(call: Call) -> None:
 async def test_an_engine_without_news_is_replaced() -> None:
     async with supervised(stall_s=0.5) as life:
         first = life.supervisor.incarnation
-        [engine] = descendants(os.getpid())
+        [engine] = life.engines()
         with life.client.submit(slow_call()) as call:
             await call.news()
             os.kill(engine, signal.SIGSTOP)
@@ -86,9 +92,9 @@ async def test_an_engine_without_news_is_replaced() -> None:
 async def test_an_idle_engine_may_be_silent() -> None:
     """No call waits for it, so nothing is wrong with an engine that has nothing to say."""
     async with supervised(stall_s=0.05) as life:
-        [engine] = descendants(os.getpid())
+        [engine] = life.engines()
         await asyncio.sleep(0.3)  # several rounds of the watchdog
-        assert descendants(os.getpid()) == [engine]
+        assert life.engines() == [engine]
         assert life.num_lost == 0
 
 
@@ -99,4 +105,4 @@ async def test_a_cancelled_supervisor_leaves_no_process() -> None:
     running.cancel()
     with pytest.raises(asyncio.CancelledError):
         await running
-    assert descendants(os.getpid()) == []
+    assert life.engines() == []
