@@ -1,4 +1,10 @@
-"""What a scripted replica plays: the script, and one completion played by it, straight onto a socket."""
+"""What a scripted replica plays: the script, and one completion played by it, straight onto a socket.
+
+As a bundled worker (FakeWorker.has_state) it marks a stream with its tokens where that is asked for, and goes on with
+another's answer (contract/resume.py). Token n's id is n. So a continuation must be told the ids 0, 1, 2, ... as far as
+the answer was relayed; anything else is refused with 400 and counted in Log.num_bad_resumes. `Script.after` counts all
+tokens of an answer, so a fault that lies before a continuation's beginning does not happen there.
+"""
 
 from __future__ import annotations
 
@@ -9,6 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 import msgspec
+
+from engine_worker.contract.resume import ResumeOrder, marked
 
 Fault = Literal[
     "",
@@ -58,12 +66,17 @@ class Script(msgspec.Struct, kw_only=True):
 
 @dataclass(slots=True)
 class Log:
-    """What happened, for assertions: counts of completions, and the last request as it arrived."""
+    """What happened, for assertions: counts of completions, and the last request as it arrived.
+
+    `num_resumed` of the completions that started were continuations.
+    """
 
     num_started: int = 0
     num_finished: int = 0
     num_aborted: int = 0
     num_in_flight: int = 0
+    num_resumed: int = 0
+    num_bad_resumes: int = 0
     last_headers: dict[str, str] = field(default_factory=dict)
     last_body: str = ""
     last_path: str = ""
@@ -74,13 +87,16 @@ class Gone(Exception):
 
 
 class Play:
-    """One completion, played by a script."""
+    """One completion, played by a script; with `order`, the rest of one. `marks`: the stream is marked."""
 
     def __init__(
         self, model: str, path: str, request: dict[str, Any], script: Script, fault: str,
-        writer: asyncio.StreamWriter,
+        writer: asyncio.StreamWriter, marks: bool = False, order: ResumeOrder | None = None,
     ) -> None:  # fmt: skip
         self.model, self.request, self.script, self.fault, self.writer = model, request, script, fault, writer
+        self.marks = marks
+        self.start = len(order.output_ids) if order is not None else 0
+        self.id, self.created = (order.id, order.created) if order is not None else ("fake-1", 1)
         self.is_chat = path.endswith("chat/completions")
         self.num_tokens = int(request.get("max_tokens") or script.num_tokens)
         self.usage = {
@@ -142,15 +158,16 @@ class Play:
         include_usage = (self.request.get("stream_options") or {}).get("include_usage")
         if script.comments:
             yield b": ping\n\n"
-        for n in range(self.num_tokens):
+        for n in range(self.start, self.num_tokens):
             if fault and n == script.after:
                 async for event in self._misbehave():
                     yield event
                 if fault == "error":
                     return
-            if n:
+            if n > self.start:
                 await asyncio.sleep(script.token_s)
-            yield _event(self._frame(f" t{n}", None, first=n == 0))
+            event = _event(self._frame(f" t{n}", None, first=n == 0))
+            yield marked(event, [n]) if self.marks else event
         if fault and script.after >= self.num_tokens:
             async for event in self._misbehave():
                 yield event
@@ -186,6 +203,8 @@ class Play:
 
     def _headers(self) -> dict[str, str]:
         headers = {"x-warmgate-cached-tokens": str(self.script.cached_tokens)}
+        if self.marks:
+            headers["x-warmgate-marks"] = "1"
         if self.fault == "gzip":
             headers["content-encoding"] = "gzip"
         return headers
@@ -201,7 +220,7 @@ class Play:
             role = {"role": "assistant"} if first else {}
             choice["delta"] = {**role, "content": text} if text else {}
             kind += ".chunk"
-        return {"id": "fake-1", "object": kind, "created": 1, "model": self.model, "choices": [choice]}
+        return {"id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": [choice]}
 
     async def _write(self, data: bytes) -> None:
         size = self.script.chunk_bytes or len(data)

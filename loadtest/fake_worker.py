@@ -4,7 +4,8 @@
 
 Its n-th output token is the text ` tn`, so a stream that lost, doubled or reordered a token shows it. Every request
 plays the current script; POST /fake/script replaces it (fields of `Script`), GET /fake/log tells what happened. With
---state it serves /internal/state like a bundled worker. It is raw sockets on purpose: a real HTTP server would not let
+--state it serves /internal/state like a bundled worker, marks its streams for those who ask for that, and goes on with
+the answers of others (fake_script.py says how). It is raw sockets on purpose: a real HTTP server would not let
 it break the protocol.
 """
 
@@ -20,6 +21,7 @@ from typing import Any
 
 import msgspec
 
+from engine_worker.contract.resume import RESUME_PATH, ResumeOrder
 from engine_worker.contract.state import WorkerState
 from loadtest.fake_script import Gone, Log, Play, Script, error_object, respond
 
@@ -89,7 +91,18 @@ class FakeWorker:
             await respond(writer, 200, {"tokens": [1, 2, 3], "count": 3, "max_model_len": 1000})
         elif method == "POST" and path in ("/v1/chat/completions", "/v1/completions"):
             self.log.last_headers, self.log.last_body, self.log.last_path = headers, body.decode("latin-1"), path
-            return await self._completion(path, msgspec.json.decode(body), reader, writer)
+            return await self._completion(path, msgspec.json.decode(body), headers, reader, writer)
+        elif method == "POST" and path == RESUME_PATH and self.has_state:
+            self.log.last_headers, self.log.last_body, self.log.last_path = headers, body.decode("latin-1"), path
+            order = msgspec.json.decode(body, type=ResumeOrder)
+            if order.output_ids != list(range(len(order.output_ids))):
+                self.log.num_bad_resumes += 1
+                await respond(writer, 400, error_object("the ids are not 0, 1, 2, ...", 400))
+                return b""
+            self.log.num_resumed += 1
+            return await self._completion(
+                order.path, msgspec.json.decode(order.request), headers, reader, writer, order
+            )
         else:
             await respond(writer, 404, error_object("not found", 404))
         return b""
@@ -98,6 +111,7 @@ class FakeWorker:
         return WorkerState(
             status=self.script.status_name,
             incarnation=self.incarnation,
+            model_fingerprint=f"fake {self.model}",
             version="fake",
             model=self.model,
             num_blocks=1000,
@@ -107,7 +121,13 @@ class FakeWorker:
         )
 
     async def _completion(
-        self, path: str, request: dict[str, Any], reader: asyncio.StreamReader, writer: asyncio.StreamWriter
+        self,
+        path: str,
+        request: dict[str, Any],
+        headers: dict[str, str],
+        reader: asyncio.StreamReader,
+        writer: asyncio.StreamWriter,
+        order: ResumeOrder | None = None,
     ) -> bytes:
         """Play the script; a peer that leaves meanwhile counts as an abort."""
         script = self.script
@@ -118,7 +138,8 @@ class FakeWorker:
             script.times -= 1
         self.log.num_started += 1
         self.log.num_in_flight += 1
-        play = asyncio.create_task(Play(self.model, path, request, script, fault, writer).run())
+        marks = self.has_state and _wants_marks(headers, request)
+        play = asyncio.create_task(Play(self.model, path, request, script, fault, writer, marks, order).run())
         # A client that waits for its answer sends nothing: the next byte, or the end, means that it left.
         left = asyncio.create_task(reader.read(1))
         try:
@@ -137,6 +158,14 @@ class FakeWorker:
             for task in (play, left):
                 task.cancel()
             await asyncio.gather(play, left, return_exceptions=True)
+
+
+def _wants_marks(headers: dict[str, str], request: dict[str, Any]) -> bool:
+    """As a bundled worker decides it; a request without a temperature counts as greedy here."""
+    wanted = headers.get("x-warmgate-marks", "")
+    is_exact = not request.get("temperature") or request.get("seed") is not None
+    is_single = (request.get("n") or 1) == 1
+    return bool(request.get("stream")) and is_single and (wanted == "all" or (wanted == "exact" and is_exact))
 
 
 async def _exit() -> None:

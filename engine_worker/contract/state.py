@@ -19,6 +19,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     num_blocks            KV blocks in all; `num_free_blocks` of them are held by no request (cached ones included),
                           `num_cached_blocks` carry a reusable prefix
     queued_prefill_tokens uncached prompt tokens of waiting and running requests not computed yet
+    model_fingerprint     the same for workers that can go on with each other's answers (resume.py); "" for none
     kv_events_endpoint    where KV events are published ("" for nowhere); `kv_events_replay_endpoint` replays them
     """
 
@@ -28,6 +29,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     served_models: list[str] = []
     tokenizer_fingerprint: str = ""
+    model_fingerprint: str = ""
     dtype: str = ""
     device: str = ""
     max_model_len: int = 0
