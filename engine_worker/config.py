@@ -30,7 +30,7 @@ class EngineConfig:
     max_num_seqs      sequences running at once
     max_num_batched_tokens
                       tokens a step may compute (the chunk budget of prefill)
-    attention_backend auto, reference, cpu or native (C++ kernels; cuda ones later, behind the same interface)
+    attention_backend auto, reference, cpu, native (C++ kernels for CPUs) or triton (for CUDA)
     quantization      "" (none), int8 or int4 (weights only), or fp8 (CUDA): what linear weights become at load
     num_threads       torch threads; None shares the machine's cores out
     kv_events_endpoint

@@ -2,7 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
+
+# Triton decides at its first import whether kernels are compiled or interpreted, and transformers imports it. Tests
+# need no GPU: kernels are interpreted, on CPU tensors. Set to 0, tests of kernels are skipped.
+os.environ.setdefault("TRITON_INTERPRET", "1")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -11,18 +11,23 @@ from engine_worker.model.backend_reference import ReferenceBackend
 from engine_worker.model.errors import ModelError
 from engine_worker.model.native import library as native
 
+NAMES = ("auto", "reference", "cpu", "native", "triton")
 
-def make_backend(name: str, device: torch.device) -> AttentionBackend:
+
+def make_backend(name: str, device: torch.device, max_model_len: int = 1 << 17) -> AttentionBackend:
     """The backend called `name`; auto takes the fastest one for the device. Raises ModelError.
 
     The kernel library must have been looked for before (native.load): where there is none, auto takes torch's kernels.
+    No position reaches `max_model_len`.
     """
+    if name not in NAMES:
+        raise ModelError(f"There is no attention backend called {name}; choose {', '.join(NAMES[:-1])} or {NAMES[-1]}.")
     if name == "auto":
-        name = "reference" if device.type != "cpu" else "cpu" if native.current() is None else "native"
+        name = "triton" if device.type == "cuda" else "cpu" if native.current() is None else "native"
     if name == "reference":
         return ReferenceBackend()
-    if name not in ("cpu", "native"):
-        raise ModelError(f"There is no attention backend called {name}; choose auto, reference, cpu or native.")
+    if name == "triton":
+        return _triton(device, max_model_len)
     if device.type != "cpu":
         raise ModelError(f"Attention backend {name} can't run on {device.type}; use --attention-backend auto.")
     if name == "cpu":
@@ -31,3 +36,18 @@ def make_backend(name: str, device: torch.device) -> AttentionBackend:
     if library is None:
         raise ModelError(f"Attention backend native can't be used: {native.status()}. Use --attention-backend auto.")
     return NativeBackend(library)
+
+
+def _triton(device: torch.device, max_model_len: int) -> AttentionBackend:
+    try:
+        from engine_worker.model.backend_triton import TritonBackend, is_interpreted
+    except ImportError as error:
+        raise ModelError(
+            "Attention backend triton needs the package triton, which CUDA builds of torch for Linux bring along: "
+            "install it, or use --attention-backend reference, which is slow."
+        ) from error
+    if device.type == "cuda":
+        return TritonBackend(max_model_len, torch.cuda.get_device_properties(device).multi_processor_count)
+    if not is_interpreted():
+        raise ModelError(f"Attention backend triton can't run on {device.type}; use --attention-backend auto.")
+    return TritonBackend(max_model_len, num_cores=1)

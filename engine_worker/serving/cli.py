@@ -44,7 +44,11 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--max-num-batched-tokens", type=_positive, default=512, metavar="N", help="tokens a step (default %(default)s)"
     )
-    add("--attention-backend", default="auto", help="auto, reference, cpu or native (default %(default)s)")
+    add(
+        "--attention-backend",
+        default="auto",
+        help="auto, reference, cpu, native or triton (default %(default)s)",
+    )
     add(
         "--quantization",
         choices=("int8", "int4", "fp8"),
