@@ -18,6 +18,8 @@ constexpr int STREAMS = MAX_ROWS >= 12 ? 6 : 2;  // panels that a single row is 
 constexpr int64_t SUM_LENGTH = 256;
 constexpr int64_t CHUNK_FLOATS = 1 << 17;  // of x, while the panels pass
 
+constexpr int64_t MAX_PANEL_AHEAD = 1 << 17;  // floats: half a megabyte
+
 enum Kind : int32_t { F32 = 0, I8 = 1, I4 = 2 };
 
 // As native/kernels.py fills it. scales: [N padded] for I8; [panels, K / group, PANEL] for I4. bias may be null.
@@ -64,10 +66,20 @@ struct Tile {
   }
 };
 
+// Part of a panel that is wanted next, asked for while this one is worked on: `lines` (0 to 2) cache lines a step over K.
+struct Ahead {
+  const char* at = nullptr;
+  int lines = 0;
+  MEMBER void step() {
+    if (lines > 0) __builtin_prefetch(at, 0, 2), at += 64;
+    if (lines > 1) __builtin_prefetch(at, 0, 2), at += 64;
+  }
+};
+
 // acc += a [K, rows] times w [K, PANEL] (row stride `pitch`). a[k * next + r * stride].
 template <int R>
 INLINE void multiply(Tile<R>& tile, const float* a, int64_t stride, int64_t next, const float* w, int64_t pitch,
-                     int64_t k) {
+                     int64_t k, Ahead& ahead) {
   int64_t i = 0;
   if (R <= 2) {  // too few accumulators to hide the latency of a multiply-add: a second set for odd steps
     Tile<R> odd;
@@ -82,6 +94,7 @@ INLINE void multiply(Tile<R>& tile, const float* a, int64_t stride, int64_t next
   }
   for (; i < k; i++) {
     __builtin_prefetch(w + (i + 24) * pitch), __builtin_prefetch(w + (i + 24) * pitch + W);
+    ahead.step();
     tile.step(a + i * next, stride, load(w + i * pitch), load(w + i * pitch + W));
   }
 }
@@ -177,7 +190,7 @@ INLINE void finish(const Weight& w, int64_t panel, V low, V high, float* y, bool
 
 template <int R>
 static void run_tile(const Weight& w, int64_t panel, const float* wide, const float* a, int64_t next, float* y,
-                     int64_t pitch, bool accumulate) {
+                     int64_t pitch, bool accumulate, Ahead ahead) {
   Tile<R> tile;
   tile.clear();
   const float* plain = wide ? wide : w.kind == F32 ? (const float*)w.data + panel * w.cols * PANEL : nullptr;
@@ -188,7 +201,7 @@ static void run_tile(const Weight& w, int64_t panel, const float* wide, const fl
       Tile<R> part;
       part.clear();
       if (plain)
-        multiply<R>(part, a + k * next, 1, next, plain + k * PANEL, PANEL, n);
+        multiply<R>(part, a + k * next, 1, next, plain + k * PANEL, PANEL, n, ahead);
       else
         multiply_i8<R>(part, a + k * next, 1, next, bytes + k * PANEL, n);
       tile.add(part);
@@ -229,7 +242,7 @@ INLINE void run_row(const Weight& w, int64_t panel, const float* x, float* y, bo
   for (int p = 0; p < STREAMS; p++) finish(w, panel + p, total[p][0], total[p][1], y, accumulate);
 }
 
-typedef void (*TileFunction)(const Weight&, int64_t, const float*, const float*, int64_t, float*, int64_t, bool);
+typedef void (*TileFunction)(const Weight&, int64_t, const float*, const float*, int64_t, float*, int64_t, bool, Ahead);
 
 template <int R>
 INLINE TileFunction pick_tile(int rows) {
@@ -237,6 +250,18 @@ INLINE TileFunction pick_tile(int rows) {
     return run_tile<1>;
   else
     return rows == R ? run_tile<R> : pick_tile<R - 1>(rows);
+}
+
+// What tile t of `tiles` asks for of the panel after this one. Without it a panel's way from memory and the arithmetic on
+// it add up, since the processor's own prefetching does not look past the panel's end while tiles repeat it: 12 rows took
+// the time of one row plus that of the products. A panel that would push the present one out of the second-level cache
+// is not asked for.
+INLINE Ahead next_panel(const Weight& w, int64_t panel, int64_t t, int64_t tiles) {
+  constexpr int LINES = PANEL * sizeof(float) / 64;  // of one step over K: two
+  if (w.kind != F32 || w.cols * PANEL > MAX_PANEL_AHEAD || (panel + 1) * PANEL >= w.rows || t >= LINES) return {};
+  const char* next = (const char*)((const float*)w.data + (panel + 1) * w.cols * PANEL);
+  if (tiles == 1) return {next, LINES};
+  return {next + t * w.cols * 64, 1};
 }
 
 // y [m, N] (row pitch `pitch`) = x [m, K] w^T + bias, or += with `accumulate`.
@@ -272,7 +297,7 @@ static void matmul(const Weight& w, const float* x, int64_t m, float* y, int64_t
       for (int64_t t = 0; t < tiles; t++) {
         int64_t first = size * t / tiles, rows = size * (t + 1) / tiles - first;
         pick_tile<MAX_ROWS>((int)rows)(w, panel, wide, packed ? packed + first * k : from, rows,
-                                       y + (begin + first) * pitch, pitch, accumulate);
+                                       y + (begin + first) * pitch, pitch, accumulate, next_panel(w, panel, t, tiles));
       }
     }
   }
