@@ -70,6 +70,7 @@ struct Tile {
 struct Ahead {
   const char* at = nullptr;
   int lines = 0;
+  MEMBER Ahead from(int64_t k) const { return {at + k * lines * 64, lines}; }
   MEMBER void step() {
     if (lines > 0) __builtin_prefetch(at, 0, 2), at += 64;
     if (lines > 1) __builtin_prefetch(at, 0, 2), at += 64;
@@ -79,7 +80,7 @@ struct Ahead {
 // acc += a [K, rows] times w [K, PANEL] (row stride `pitch`). a[k * next + r * stride].
 template <int R>
 INLINE void multiply(Tile<R>& tile, const float* a, int64_t stride, int64_t next, const float* w, int64_t pitch,
-                     int64_t k, Ahead& ahead) {
+                     int64_t k, Ahead ahead = {}) {
   int64_t i = 0;
   if (R <= 2) {  // too few accumulators to hide the latency of a multiply-add: a second set for odd steps
     Tile<R> odd;
@@ -201,7 +202,7 @@ static void run_tile(const Weight& w, int64_t panel, const float* wide, const fl
       Tile<R> part;
       part.clear();
       if (plain)
-        multiply<R>(part, a + k * next, 1, next, plain + k * PANEL, PANEL, n, ahead);
+        multiply<R>(part, a + k * next, 1, next, plain + k * PANEL, PANEL, n, ahead.from(k));
       else
         multiply_i8<R>(part, a + k * next, 1, next, bytes + k * PANEL, n);
       tile.add(part);
