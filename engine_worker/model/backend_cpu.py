@@ -8,6 +8,9 @@
 - A prefill chunk behind a past attends to past and self apart, merged by their log-sum-exps: no mask is materialised.
   First chunks need no past and no mask at all.
 
+A quantized cache is widened as it is read, run by run or gather by gather. A first chunk, too, then reads what was
+stored, as every later step will.
+
 Soft-capped scores, and sinks with value heads narrower than key heads, go to the reference implementation: torch's
 fused kernel knows neither.
 """
@@ -20,6 +23,7 @@ import torch.nn.functional as F
 from engine_worker.model.attention import AttentionCall
 from engine_worker.model.backend_cpu_plan import Plan, Prefill, View, make_plan
 from engine_worker.model.backend_reference import attend_written
+from engine_worker.model.kv_format import Rows
 from engine_worker.model.kv_tensors import KVTensors
 from engine_worker.model.masks import CAUSAL, additive
 from engine_worker.model.packing import PackedBatch
@@ -47,10 +51,10 @@ class CPUBackend:
         return self._run(call, plan, kv, fused)
 
     def _run(self, call: AttentionCall, plan: Plan, kv: KVTensors, fused: bool) -> torch.Tensor:
-        keys, values = kv.layer(call.layer)
-        num_kv_heads = keys.shape[1]
+        keys, values = kv.rows(call.layer)
+        num_kv_heads = keys.data.shape[1]
         num_tokens, num_heads = call.query.shape[2], call.query.shape[1]
-        out = call.query.new_empty(num_tokens, num_kv_heads, num_heads // num_kv_heads, values.shape[2])
+        out = call.query.new_empty(num_tokens, num_kv_heads, num_heads // num_kv_heads, values.dim)
         query = call.query[0].transpose(0, 1).unflatten(1, (num_kv_heads, -1))  # [T, Hkv, G, Dk]
         sinks = None if call.sinks is None else call.sinks.float().view(num_kv_heads, -1)  # [Hkv, G]
 
@@ -58,8 +62,8 @@ class CPUBackend:
             self._run_views(plan.views, query, keys, values, call.scaling, sinks, fused, out)
         for gather in plan.gathers:
             n = gather.last - gather.first
-            key = self._gather("key", keys, gather.blocks, kv.block_size).view(n, -1, *keys.shape[1:])
-            value = self._gather("value", values, gather.blocks, kv.block_size).view(n, -1, *values.shape[1:])
+            key = self._gather("key", keys, gather.blocks, kv.block_size, query.dtype).unflatten(0, (n, -1))
+            value = self._gather("value", values, gather.blocks, kv.block_size, query.dtype).unflatten(0, (n, -1))
             rows = query[gather.first : gather.last]
             result, lse = _attention(
                 rows, key.transpose(1, 2), value.transpose(1, 2), call.scaling, gather.mask, False, fused
@@ -77,23 +81,30 @@ class CPUBackend:
         self,
         views: tuple[View, ...],
         query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        keys: Rows,
+        values: Rows,
         scale: float,
         sinks: torch.Tensor | None,
         fused: bool,
         out: torch.Tensor,
     ) -> None:
         """Decodes over runs of the cache. This loop is the hot Python of a step, hence as_strided instead of slices."""
-        (_, heads, key_dim), value_dim = keys.shape, values.shape[2]
+        if keys.scales is not None or values.scales is not None:
+            for index, view in enumerate(views):
+                key, value = (_run_of(rows, view.begin, view.end, query.dtype) for rows in (keys, values))
+                key, value = key.transpose(0, 1)[None], value.transpose(0, 1)[None]
+                result, lse = _attention(query[index : index + 1], key, value, scale, None, False, fused)
+                out[index : index + 1] = _with_sinks(result, lse, sinks)
+            return
+        heads, key_dim, value_dim = keys.data.shape[1], keys.dim, values.dim
         key_row, value_row = heads * key_dim, heads * value_dim
         key_strides, value_strides = (0, key_dim, key_row, 1), (0, value_dim, value_row, 1)
         rows = query[: len(views)].split(1)
         results = []
         for row, view in zip(rows, views, strict=True):
             length = view.end - view.begin
-            key = keys.as_strided((1, heads, length, key_dim), key_strides, view.begin * key_row)
-            value = values.as_strided((1, heads, length, value_dim), value_strides, view.begin * value_row)
+            key = keys.data.as_strided((1, heads, length, key_dim), key_strides, view.begin * key_row)
+            value = values.data.as_strided((1, heads, length, value_dim), value_strides, view.begin * value_row)
             result, lse = _attention(row, key, value, scale, None, False, fused)
             results.append(_with_sinks(result, lse, sinks))
         torch.cat(results, out=out[: len(views)])
@@ -103,8 +114,8 @@ class CPUBackend:
         call: AttentionCall,
         plan: Prefill,
         query: torch.Tensor,
-        keys: torch.Tensor,
-        values: torch.Tensor,
+        keys: Rows,
+        values: Rows,
         block_size: int,
         fused: bool,
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
@@ -113,21 +124,24 @@ class CPUBackend:
         query = query.permute(1, 2, 0, 3)  # [Hkv, G, n, Dk]
         group = query.shape[1]
         own = slice(span.offset, span.offset + span.num_tokens)
-        if span.start == 0 and plan.mask is None:
+        is_dense = keys.scales is None and values.scales is None
+        if is_dense and span.start == 0 and plan.mask is None:
             key, value = _shared(call.key[0, :, own], group), _shared(call.value[0, :, own], group)
             return _attention(query, key, value, scale, None, True, fused)
 
         length = span.end - plan.kv_start
         if plan.blocks is None:
-            key, value = (tensor[plan.begin : plan.begin + length] for tensor in (keys, values))
+            key, value = (_run_of(rows, plan.begin, plan.begin + length, query.dtype) for rows in (keys, values))
         else:
             skip = plan.kv_start % block_size
-            key = self._gather("key", keys, plan.blocks, block_size)[skip : skip + length]
-            value = self._gather("value", values, plan.blocks, block_size)[skip : skip + length]
+            key = self._gather("key", keys, plan.blocks, block_size, query.dtype)[skip : skip + length]
+            value = self._gather("value", values, plan.blocks, block_size, query.dtype)[skip : skip + length]
         key, value = _shared(key.transpose(0, 1), group), _shared(value.transpose(0, 1), group)
         if plan.mask is not None:
             return _attention(query, key, value, scale, plan.mask, False, fused)
         past = length - span.num_tokens
+        if past == 0:
+            return _attention(query, key, value, scale, None, True, fused)
         if not fused:
             kv_pos = torch.arange(length)
             mask = additive(CAUSAL.allow(kv_pos[past:, None], kv_pos[None, :]), query.dtype)
@@ -139,16 +153,24 @@ class CPUBackend:
         share = torch.sigmoid(lse_before - lse_within)[..., None].to(query.dtype)  # e^a / (e^a + e^b)
         return torch.lerp(within, before, share), torch.logaddexp(lse_before, lse_within)
 
-    def _gather(self, name: str, tensor: torch.Tensor, blocks: torch.Tensor, block_size: int) -> torch.Tensor:
-        """Copy whole blocks [N] of `tensor` [num_slots, H, D] into scratch: [N * block_size, H, D]."""
+    def _gather(self, name: str, rows: Rows, blocks: torch.Tensor, block_size: int, dtype: torch.dtype) -> torch.Tensor:
+        """Copy whole blocks [N] into scratch, or widen them: [N * block_size, H, D]."""
+        if rows.scales is not None:
+            return rows.read((blocks[:, None] * block_size + torch.arange(block_size)).flatten(), dtype)
+        tensor = rows.data
         width = block_size * tensor.shape[1] * tensor.shape[2]
         needed = blocks.shape[0] * width
         scratch = self._scratch.get(name)
         if scratch is None or scratch.numel() < needed or scratch.dtype != tensor.dtype:
             scratch = self._scratch[name] = torch.empty(needed, dtype=tensor.dtype)
-        rows = scratch[:needed].view(-1, width)
-        torch.index_select(tensor.view(-1, width), 0, blocks, out=rows)
-        return rows.view(-1, *tensor.shape[1:])
+        copy = scratch[:needed].view(-1, width)
+        torch.index_select(tensor.view(-1, width), 0, blocks, out=copy)
+        return copy.view(-1, *tensor.shape[1:])
+
+
+def _run_of(rows: Rows, begin: int, end: int, dtype: torch.dtype) -> torch.Tensor:
+    """Slots begin .. end - 1, in place where they are dense: [end - begin, H, D]."""
+    return rows.data[begin:end] if rows.scales is None else rows.read(slice(begin, end), dtype)
 
 
 def _shared(tensor: torch.Tensor, group: int) -> torch.Tensor:

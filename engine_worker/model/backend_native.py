@@ -43,7 +43,8 @@ class NativeBackend:
 
     def attend(self, call: AttentionCall, batch: PackedBatch, kv: KVTensors) -> torch.Tensor:
         ranges = self.ranges(call.mask, batch)
-        if not ranges.is_exact or call.query.dtype != torch.float32 or call.key.dtype != torch.float32:
+        is_float32 = call.query.dtype == call.key.dtype == torch.float32
+        if not kv.format.is_dense or not ranges.is_exact or not is_float32:
             return self._other.attend(call, batch, kv)
         kv.write(call.layer, batch.slots, call.key, call.value)
         keys, values = kv.layer(call.layer)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import torch
 
 from engine_worker.model.attention import AttentionCall
+from engine_worker.model.kv_format import Rows
 from engine_worker.model.kv_tensors import KVTensors
 from engine_worker.model.packing import PackedBatch, Span
 
@@ -22,22 +23,20 @@ class ReferenceBackend:
 
 def attend_written(call: AttentionCall, batch: PackedBatch, kv: KVTensors) -> torch.Tensor:
     """Attention [T, Hq, Dv] over keys and values that are in the cache already."""
-    keys, values = kv.layer(call.layer)
+    keys, values = kv.rows(call.layer)
     outputs = [_attend_span(call, batch, span, keys, values) for span in batch.spans]
     return torch.cat(outputs).to(call.query.dtype)
 
 
-def _attend_span(
-    call: AttentionCall, batch: PackedBatch, span: Span, keys: torch.Tensor, values: torch.Tensor
-) -> torch.Tensor:
+def _attend_span(call: AttentionCall, batch: PackedBatch, span: Span, keys: Rows, values: Rows) -> torch.Tensor:
     query = call.query[0, :, span.offset : span.offset + span.num_tokens].float()  # [Hq, n, Dk]
     kv_pos = torch.arange(span.end, device=query.device)  # [L]
     q_pos = kv_pos[span.start :]  # [n]
     blocks = batch.block_row(span).to(query.device)
     slots = blocks[kv_pos // batch.block_size] * batch.block_size + kv_pos % batch.block_size
-    group = query.shape[0] // keys.shape[1]
-    key = keys[slots].float().transpose(0, 1).repeat_interleave(group, 0)  # [Hq, L, Dk]
-    value = values[slots].float().transpose(0, 1).repeat_interleave(group, 0)  # [Hq, L, Dv]
+    group = query.shape[0] // keys.data.shape[1]
+    key = keys.read(slots, torch.float32).transpose(0, 1).repeat_interleave(group, 0)  # [Hq, L, Dk]
+    value = values.read(slots, torch.float32).transpose(0, 1).repeat_interleave(group, 0)  # [Hq, L, Dv]
 
     scores = query @ key.transpose(1, 2) * call.scaling  # [Hq, n, L]
     if call.softcap is not None:

@@ -87,8 +87,9 @@ class FusedLayer:
             if not isinstance(rotation, tuple) or rotation[0].shape != (1, batch.num_tokens, rotation[0].shape[2]):
                 return None
             cos, sin = rotation[0].contiguous(), rotation[1].contiguous()
-        keys, values = kv.ensure(parts.layer, self._shape, torch.float32)
-        if keys.dtype != torch.float32:
+        key_rows, value_rows = kv.ensure(parts.layer, self._shape, torch.float32)
+        keys, values = key_rows.data, value_rows.data
+        if not kv.format.is_dense or keys.dtype != torch.float32:
             return None
         context.calls.append(parts.layer)
         out = hidden.clone(memory_format=torch.contiguous_format)

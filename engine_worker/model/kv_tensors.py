@@ -1,8 +1,8 @@
-"""Keys and values of all tokens in the cache: two tensors a layer, cut into blocks by index arithmetic alone.
+"""Keys and values of all tokens in the cache, for each layer, cut into blocks by index arithmetic alone.
 
-Layout: `[num_slots, num_kv_heads, head_dim]`, slot = block id * block size + offset in the block. A token's row is
-contiguous, so a write is a row copy; and neighbouring blocks are neighbouring memory, so a request whose blocks happen
-to be consecutive is read as one view, without copying.
+Layout: `[num_slots, num_kv_heads, head_dim]`, or narrower with scales (kv_format.py says how); slot = block id * block
+size + offset in the block. A token's row is contiguous, so a write is a row copy; and neighbouring blocks are
+neighbouring memory, so a request whose blocks happen to be consecutive is read as one view, without copying.
 
 Shapes come from the first keys and values that a layer produces, never from a config: latent attention has wider keys
 than values, some families repeat heads, some have other head sizes in other layers.
@@ -21,6 +21,9 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from engine_worker.model.kv_format import DENSE, KVFormat, RowFormat, Rows
+from engine_worker.model.memory import NotEnoughMemory
+
 
 @dataclass(frozen=True, slots=True)
 class LayerShape:
@@ -37,29 +40,45 @@ class LayerShape:
 
 @dataclass(frozen=True, slots=True)
 class KVLayout:
-    """All layers' rows, in layer order, and their type: what must be known to size the cache."""
+    """All layers' rows, in layer order, the model's type and the cache's format: what its size follows from."""
 
     layers: tuple[LayerShape, ...]
     dtype: torch.dtype
+    format: KVFormat = DENSE
 
     def block_bytes(self, block_size: int) -> int:
-        return block_size * self.dtype.itemsize * sum(layer.num_elements for layer in self.layers)
+        """Bytes of a block over all layers: numbers, scales and padding."""
+        keys, values = self.format.keys, self.format.values
+        return block_size * sum(
+            layer.num_kv_heads
+            * (keys.row_bytes(layer.key_dim, self.dtype) + values.row_bytes(layer.value_dim, self.dtype))
+            for layer in self.layers
+        )
 
 
 class KVTensors:
     """The paged cache.
 
-    With a `layout` all tensors are allocated at once; without, each layer's at its first write (to learn the layout).
+    With a `layout` all tensors are allocated at once, in its format; without, each layer's at its first write, in
+    `format` (to learn the layout). Raises NotEnoughMemory.
     """
 
     def __init__(
-        self, num_layers: int, num_blocks: int, block_size: int, device: torch.device, layout: KVLayout | None = None
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        device: torch.device,
+        layout: KVLayout | None = None,
+        format: KVFormat = DENSE,
     ) -> None:
         self.num_layers = num_layers
         self.num_blocks = num_blocks
         self.block_size = block_size
         self.device = device
-        self._layers: list[tuple[torch.Tensor, torch.Tensor] | None] = [None] * num_layers
+        self.format = format if layout is None else layout.format
+        self._layers: list[tuple[Rows, Rows] | None] = [None] * num_layers
+        self._dtype = torch.float32 if layout is None else layout.dtype
         self._polluted: set[int] = set()
         if layout is not None:
             for layer, shape in enumerate(layout.layers):
@@ -67,36 +86,43 @@ class KVTensors:
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store key [1, Hkv, T, Dk] and value [1, Hkv, T, Dv] of the step's tokens in their slots [T]."""
-        pair = self.ensure(layer, LayerShape(key.shape[1], key.shape[3], value.shape[3]), key.dtype)
-        pair[0].index_copy_(0, slots, key[0].transpose(0, 1))
-        pair[1].index_copy_(0, slots, value[0].transpose(0, 1))
+        keys, values = self.ensure(layer, LayerShape(key.shape[1], key.shape[3], value.shape[3]), key.dtype)
+        keys.write(slots, key[0].transpose(0, 1))
+        values.write(slots, value[0].transpose(0, 1))
         if layer == self.num_layers - 1:
             self._note_pollution(slots, key, value)
 
-    def ensure(self, layer: int, shape: LayerShape, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        """A layer's tensors, allocated now if this is its first write. `written` must follow what is put there."""
+    def ensure(self, layer: int, shape: LayerShape, dtype: torch.dtype) -> tuple[Rows, Rows]:
+        """A layer's rows, allocated now if this is its first write. `written` must follow what is put there."""
         pair = self._layers[layer]
         if pair is None:
+            self._dtype = dtype
             pair = self._layers[layer] = self._allocate(shape, dtype)
         return pair
 
     def written(self, layer: int, slots: torch.Tensor, is_finite: bool) -> None:
         """Note that rows [T] of a layer were written in place, and whether all of them are finite."""
         if layer == self.num_layers - 1 and not is_finite:
-            key, value = (tensor[slots].transpose(0, 1)[None] for tensor in self.layer(layer))
+            key, value = (rows.read(slots, torch.float32).transpose(0, 1)[None] for rows in self.rows(layer))
             self._note_pollution(slots, key, value)
 
-    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(keys [num_slots, Hkv, Dk], values [num_slots, Hkv, Dv]) of a layer that was written before."""
+    def rows(self, layer: int) -> tuple[Rows, Rows]:
+        """Keys and values of a layer that was written before, in whatever format."""
         pair = self._layers[layer]
         assert pair is not None, f"layer {layer} was read before its first write"
         return pair
 
+    def layer(self, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """(keys [num_slots, Hkv, Dk], values [num_slots, Hkv, Dv]) of a layer of a dense cache."""
+        keys, values = self.rows(layer)
+        assert self.format.is_dense, f"a cache in {self.format.name} has no dense rows"
+        return keys.data, values.data
+
     def layout(self) -> KVLayout:
         """The shapes that a forward left behind. Every layer must have been written once."""
-        layers = [self.layer(index) for index in range(self.num_layers)]
-        shapes = tuple(LayerShape(keys.shape[1], keys.shape[2], values.shape[2]) for keys, values in layers)
-        return KVLayout(shapes, layers[0][0].dtype)
+        layers = [self.rows(index) for index in range(self.num_layers)]
+        shapes = tuple(LayerShape(keys.data.shape[1], keys.dim, values.dim) for keys, values in layers)
+        return KVLayout(shapes, self._dtype, self.format)
 
     @property
     def has_polluted_blocks(self) -> bool:
@@ -106,20 +132,37 @@ class KVTensors:
         """Zero those of the blocks about to be written from their start that hold non-finite leftovers."""
         for block in self._polluted.intersection(fresh_blocks):
             for index in range(self.num_layers):
-                for tensor in self.layer(index):
-                    tensor[block * self.block_size : (block + 1) * self.block_size].zero_()
+                for rows in self.rows(index):
+                    for tensor in rows.tensors():
+                        tensor[block * self.block_size : (block + 1) * self.block_size].zero_()
             self._polluted.discard(block)
 
     def check_invariants(self) -> None:
         """Every non-finite row lies in a block that is known to be polluted. Reads the whole cache: tests only."""
         for pair in self._layers:
-            for tensor in pair or ():
-                bad = torch.nonzero(~torch.isfinite(tensor).flatten(1).all(1)).flatten() // self.block_size
+            for rows in pair or ():
+                bad = torch.nonzero(~rows.is_finite()).flatten() // self.block_size
                 assert set(bad.tolist()) <= self._polluted, "a non-finite row is unaccounted for"
 
-    def _allocate(self, shape: LayerShape, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-        rows = (self.num_blocks * self.block_size, shape.num_kv_heads)
-        return self._zeros((*rows, shape.key_dim), dtype), self._zeros((*rows, shape.value_dim), dtype)
+    def _allocate(self, shape: LayerShape, dtype: torch.dtype) -> tuple[Rows, Rows]:
+        keys, values = self.format.keys, self.format.values
+        try:
+            return (
+                self._rows(keys, shape.num_kv_heads, shape.key_dim, dtype),
+                self._rows(values, shape.num_kv_heads, shape.value_dim, dtype),
+            )
+        except (MemoryError, torch.OutOfMemoryError) as error:
+            raise NotEnoughMemory(
+                f"{self.num_blocks} KV blocks can't be had: memory on {self.device} ran out while they were allocated. "
+                "Set a smaller --kv-cache-memory or --memory-fraction."
+            ) from error
+
+    def _rows(self, form: RowFormat, num_heads: int, dim: int, dtype: torch.dtype) -> Rows:
+        where = (self.num_blocks * self.block_size, num_heads)
+        data = self._zeros((*where, form.width(dim)), form.data_dtype(dtype))
+        if form.is_dense:
+            return Rows(form, dim, data, None)
+        return Rows(form, dim, data, self._zeros((*where, form.num_scales(dim)), form.scale_dtype))
 
     def _zeros(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
         """On the CPU through calloc, whose pages are zero without being touched: torch.zeros takes seconds for a GB."""

@@ -23,6 +23,7 @@ from engine_worker.model.backend_native import NativeBackend
 from engine_worker.model.backend_reference import ReferenceBackend
 from engine_worker.model.backends import make_backend
 from engine_worker.model.errors import ModelError
+from engine_worker.model.kv_format import choose_format
 from engine_worker.model.kv_tensors import KVTensors
 from engine_worker.model.masks import MaskTag
 from engine_worker.model.native import library as native
@@ -68,6 +69,7 @@ class Case:
     shuffled: bool = True
     dtype: torch.dtype = torch.float32
     seed: int = 0
+    kv_cache_dtype: str = "auto"
 
 
 def outputs(case: Case, backend: AttentionBackend) -> list[torch.Tensor]:
@@ -85,7 +87,7 @@ def outputs(case: Case, backend: AttentionBackend) -> list[torch.Tensor]:
         request.block_ids = [BlockId(order.pop(0)) for _ in range(count)]
         requests.append(request)
     tables = BlockTables(len(requests), 1, case.block_size)
-    kv = KVTensors(2, num_blocks, case.block_size, CPU)
+    kv = KVTensors(2, num_blocks, case.block_size, CPU, format=choose_format(case.kv_cache_dtype, CPU))
     num_heads = case.num_kv_heads * case.group
     sinks = torch.randn(num_heads, generator=generator) if case.sinks else None
     results = []
@@ -172,6 +174,25 @@ def _short_contexts_are_short(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("case", CASES.values(), ids=CASES.keys())
 def test_cpu_equals_reference(case: Case) -> None:
     assert_equal(case)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8", "fp4", "k8v4"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("plain", "blocks side by side", "sliding window", "chunked attention, side by side", "holes in the mask"),
+        *("sinks", "softcap and sinks", "narrow values", "narrow values, sinks", "wide values"),
+        "one key head for all",
+    ],
+)
+def test_quantized_caches_are_read_alike(name: str, kv_cache_dtype: str) -> None:
+    assert_equal(replace(CASES[name], kv_cache_dtype=kv_cache_dtype))
+
+
+@pytest.mark.parametrize("dim", [16, 24, 64, 80, 96, 128])
+def test_quantized_caches_of_any_head_dim(dim: int) -> None:
+    for kv_cache_dtype in ("int8", "fp4"):
+        assert_equal(Case(((9, 1, 7), (1, 1, 1)), key_dim=dim, value_dim=dim, kv_cache_dtype=kv_cache_dtype))
 
 
 def test_runs_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -265,8 +286,9 @@ def test_cpu_equals_reference_anywhere(
     )
 
 
+@pytest.mark.parametrize("kv_cache_dtype", ["auto", "int8", "fp8", "fp4"])
 @pytest.mark.parametrize("backend", [ReferenceBackend, CPUBackend])
-def test_chunks_do_not_matter(backend: type[AttentionBackend]) -> None:
+def test_chunks_do_not_matter(backend: type[AttentionBackend], kv_cache_dtype: str) -> None:
     """The same tokens in one chunk or in many attend alike. Inputs are drawn a step at a time, so compare one layer."""
     generator = torch.Generator().manual_seed(5)
     length, block_size = 23, 4
@@ -275,7 +297,8 @@ def test_chunks_do_not_matter(backend: type[AttentionBackend]) -> None:
     request.block_ids = [BlockId(block) for block in (5, 1, 4, 0, 3, 2)]
 
     def run(cuts: list[int]) -> torch.Tensor:
-        tables, kv = BlockTables(1, 6, block_size), KVTensors(1, 6, block_size, CPU)
+        tables = BlockTables(1, 6, block_size)
+        kv = KVTensors(1, 6, block_size, CPU, format=choose_format(kv_cache_dtype, CPU))
         rows = []
         for start, end in pairwise(cuts):
             segment = Segment(request, start, request.prompt_ids[start:end], request.block_ids, sample=True)
