@@ -46,7 +46,7 @@ class TritonBackend:
 
     def attend(self, call: AttentionCall, batch: PackedBatch, kv: KVTensors) -> torch.Tensor:
         kind = self._kind(call, batch)
-        if kind is None:
+        if kind is None or not kv.format.is_dense:
             kv.write(call.layer, batch.slots, call.key, call.value)
             return attend_written(call, batch, kv)
         self._write(call, batch.slots, kv)
@@ -74,7 +74,8 @@ class TritonBackend:
         key, value = _rows_contiguous(call.key), _rows_contiguous(call.value)
         num_heads, num_tokens, key_dim = key.shape[1:]
         value_dim = value.shape[3]
-        keys, values = kv.ensure(call.layer, LayerShape(num_heads, key_dim, value_dim), key.dtype)
+        shape = LayerShape(num_heads, key_dim, value_dim)
+        keys, values = (rows.data for rows in kv.ensure(call.layer, shape, key.dtype))
         kernels.write_kernel[(num_tokens,)](
             key,
             value,
