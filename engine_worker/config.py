@@ -32,6 +32,7 @@ class EngineConfig:
                       tokens a step may compute (the chunk budget of prefill)
     attention_backend auto, reference, cpu, native (C++ kernels for CPUs) or triton (for CUDA)
     quantization      "" (none), int8 or int4 (weights only), or fp8 (CUDA): what linear weights become at load
+    async_scheduling  auto (on with CUDA), on or off: plan and queue a step before the last one's tokens are read
     num_threads       torch threads; None shares the machine's cores out
     kv_events_endpoint
                       ZMQ endpoint to publish KV events on ("" publishes none); the replay socket is one port above
@@ -50,6 +51,7 @@ class EngineConfig:
     enable_prefix_caching: bool = True
     attention_backend: str = "auto"
     quantization: str = ""
+    async_scheduling: str = "auto"
     num_threads: int | None = None
     seed: int = 0
     trust_remote_code: bool = False

@@ -19,9 +19,9 @@ included. Nobody is preempted for a request that comes after it: that one stalls
 first in the order always advances: alone it finds all blocks free, and `add` refused what could not fit alone.
 
 Why plan and commit are apart. The caller runs the plan in between, and anything may be cancelled or added meanwhile; a
-result is applied only to a request that is still running. Nothing in a plan depends on the step's result. A later
-asynchronous loop plans step N + 1 before it commits N, with tokens in flight counted beside num_computed; speculation
-lets num_tokens contain drafts and moves num_computed by what was accepted. Both leave the rule as it is.
+result is applied only to a request that is still running. Nothing in a plan depends on the step's result. An
+asynchronous loop plans step N + 1 before it commits N where it would hold nothing but decodes (core/ahead.py);
+speculation lets num_tokens contain drafts and moves num_computed by what was accepted. Both leave the rule as it is.
 """
 
 from __future__ import annotations
@@ -29,6 +29,7 @@ from __future__ import annotations
 from bisect import insort
 from dataclasses import dataclass, field
 
+from engine_worker.core.ahead import plan_behind
 from engine_worker.core.events import KVEvent
 from engine_worker.core.finish import finish_reason
 from engine_worker.core.kv_manager import KVCacheManager
@@ -147,6 +148,15 @@ class Scheduler:
             self._admit(step, now)
         assert step.segments or not self._requests, "work, but nothing to compute"
         return StepPlan(tuple(step.segments.values()), tuple(step.preempted))
+
+    def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
+        """The step behind `plan`, decided while that one runs and before it is committed; None if it must wait.
+
+        Run it behind `plan`, commit `plan`, then this one (or ask for one behind this one first). See core/ahead.py.
+        """
+        if len(self._waiting) and len(self._running) < self.config.max_num_seqs:
+            return None  # somebody may be admitted
+        return plan_behind(plan, self._running, self._kv, self.config.max_model_len)
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
         """Accounts for a step that ran: progress, new tokens, ends. One update for each token, end or failure."""

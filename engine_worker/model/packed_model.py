@@ -11,6 +11,7 @@ from transformers import PreTrainedModel
 from engine_worker.model.attention import AttentionBackend, StepContext, step_context
 from engine_worker.model.kv_tensors import KVTensors
 from engine_worker.model.packing import PackedBatch
+from engine_worker.model.transfer import to_device
 
 
 class PackedModel:
@@ -40,7 +41,7 @@ class PackedModel:
         logits = None
         with step_context(context):
             if keep:
-                kept = torch.tensor(keep, device=self.device)
+                kept = to_device(keep, self.device)
                 logits = self.module(**inputs, logits_to_keep=kept).logits[0].float()
             else:
                 self.module.base_model(**inputs)

@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from engine_worker.core.types import BlockId, Segment
+from engine_worker.model.transfer import to_device
 
 SHORT_CONTEXT = 128  # tokens; up to here many requests are read faster together, gathered, than one by one in place
 
@@ -173,9 +174,9 @@ def pack(segments: Sequence[Segment], tables: BlockTables, device: torch.device)
     for index, end in zip(order, (offsets + counts).tolist(), strict=True):
         last_index[index] = end - 1
     return PackedBatch(
-        input_ids=torch.from_numpy(ids)[None].to(device),
-        position_ids=torch.from_numpy(positions)[None].to(device),
-        slots=torch.from_numpy(slots).to(device),
+        input_ids=to_device(ids, device)[None],
+        position_ids=to_device(positions, device)[None],
+        slots=to_device(slots, device),
         spans=spans,
         num_decodes=int((counts == 1).sum()),
         tables=tables,

@@ -13,10 +13,14 @@ import torch
 
 from engine_worker.config import ModelInfo
 from engine_worker.contract.state import TokenizerBundle
+from engine_worker.core.ahead import PLACEHOLDER, can_defer
 from engine_worker.core.types import Request, SampledToken, Segment, StepPlan, StepResult
 from engine_worker.model.packed_model import PackedModel
-from engine_worker.model.packing import BlockTables, fresh_blocks, pack
+from engine_worker.model.packing import BlockTables, PackedBatch, fresh_blocks, pack
 from engine_worker.model.prompt_scores import score_prompts
+from engine_worker.model.sampler import Sampler
+from engine_worker.model.sampler_deferred import DeferredSampling
+from engine_worker.model.transfer import to_device
 
 
 class SamplerLike(Protocol):
@@ -32,6 +36,21 @@ class SamplerLike(Protocol):
     def completed(self) -> frozenset[str]: ...
 
     def release(self, request_id: str) -> None: ...
+
+
+class LaunchedStep:
+    """A step on its way, and what is known of it already."""
+
+    def __init__(self, known: StepResult, sampling: DeferredSampling | None) -> None:
+        self._known = known
+        self._sampling = sampling
+
+    def result(self) -> StepResult:
+        """Waits for the device."""
+        if self._sampling is None:
+            return self._known
+        sampled, unsound = self._sampling.result()
+        return StepResult(sampled, {**self._known.failed, **unsound})
 
 
 class ModelRunner:
@@ -57,6 +76,7 @@ class ModelRunner:
         self._num_embeddings = model.module.get_input_embeddings().weight.shape[0]
         blocks_per_row = min(-(-info.max_model_len // info.block_size), info.num_blocks)
         self._tables = BlockTables(max_num_seqs, blocks_per_row, info.block_size)
+        self._last: DeferredSampling | None = None  # of the latest launch
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> StepResult:
@@ -86,6 +106,42 @@ class ModelRunner:
         sampled, unsound = self._sampler.sample(logits[: len(rows)], [segments[index] for index in rows])
         return StepResult(sampled, {**failed, **unsound, **unscored}, self._sampler.completed, scores)
 
+    @torch.inference_mode()
+    def launch(self, plan: StepPlan) -> LaunchedStep:
+        """Queue one step and return while the device works on it; its tokens stay there for a plan ahead.
+
+        A plan whose tokens the host must choose (core/ahead.py) is run to its end at once.
+        """
+        if not (plan.segments and can_defer(plan) and isinstance(self._sampler, Sampler)):
+            return LaunchedStep(self.execute(plan) if plan.segments else StepResult({}), None)
+        for request_id in plan.preempted:
+            self._tables.release(request_id)
+        last, self._last = self._last, None
+        failed: dict[str, str] = {}
+        segments = []
+        for segment in plan.segments:
+            if segment.token_ids == (PLACEHOLDER,):
+                # Whoever was refused in the step before has nothing to go on with, and has ended when this is read.
+                usable = last is not None and segment.request.request_id in last.rows
+            else:
+                usable = self._accepts(segment, failed)
+            if usable:
+                segments.append(segment)
+        if not segments:
+            return LaunchedStep(StepResult({}, failed), None)
+        kv = self._model.kv
+        if kv.has_polluted_blocks:
+            kv.scrub([block for segment in segments for block in fresh_blocks(segment, kv.block_size)])
+        batch = pack(segments, self._tables, self._model.device)
+        if last is not None:
+            _put_sampled(batch, segments, last)
+        rows = [index for index, segment in enumerate(segments) if segment.sample]
+        logits = self._model.forward(batch, [batch.last_index[index] for index in rows])
+        if logits is None:
+            return LaunchedStep(StepResult({}, failed), None)
+        self._last = DeferredSampling(self._sampler, logits, [segments[index] for index in rows])
+        return LaunchedStep(StepResult({}, failed), self._last)
+
     def release(self, request_id: str) -> None:
         """Forget a request that is over (finished, failed or cancelled). Idempotent."""
         self._tables.release(request_id)
@@ -105,3 +161,12 @@ class ModelRunner:
             "send ids made by this model's tokenizer."
         )
         return False
+
+
+def _put_sampled(batch: PackedBatch, segments: Sequence[Segment], last: DeferredSampling) -> None:
+    """Put the last step's tokens where the plan has placeholders for them."""
+    late = [index for index, segment in enumerate(segments) if segment.token_ids == (PLACEHOLDER,)]
+    if late:
+        places = to_device([batch.last_index[index] for index in late], batch.input_ids.device)
+        rows = to_device([last.rows[segments[index].request.request_id] for index in late], places.device)
+        batch.input_ids[0, places] = last.ids[rows]

@@ -92,7 +92,7 @@ class Sampler:
         sound = torch.isfinite(best).tolist()
         rows = []
         for row, request in enumerate(requests):
-            problem = _UNSOUND if not sound[row] else self._admit(request)
+            problem = UNSOUND if not sound[row] else self._admit(request)
             if problem:
                 failed[request.request_id] = problem
             else:
@@ -102,6 +102,12 @@ class Sampler:
         self._choose(logits, requests, rows, chosen, failed)
         rows = [row for row in rows if requests[row].request_id not in failed]
         return self._results(logits, requests, rows, chosen), failed
+
+    def noise_key(self, request: Request) -> bytes | None:
+        """What seeds the draws of a request that runs ahead (core/ahead.py); None where it takes the likeliest."""
+        problem = self._admit(request)
+        assert problem is None, "a request that names tokens doesn't run ahead"
+        return None if _is_greedy(request.params) else self._states[request.request_id].key
 
     def release(self, request_id: str) -> None:
         """Forget a request. Unknown ids are fine: greedy requests without penalties leave nothing here."""
@@ -296,7 +302,7 @@ def _needs_state(params: SamplingParams) -> bool:
     return not _is_greedy(params) or _has_penalties(params) or bool(edits)
 
 
-_UNSOUND = (
+UNSOUND = (
     "The model's logits for this request are not finite (NaN or infinite). Other requests go on; if this repeats, "
     "load the model with --dtype float32."
 )

@@ -26,8 +26,10 @@ import torch
 from torch import Tensor
 
 from engine_worker.core.types import SamplingParams
+from engine_worker.model.transfer import to_device
 
 _CPU_CHUNK_ELEMENTS = 1 << 17  # rows are drawn in chunks whose temporaries stay in a core's cache
+_CUDA_CHUNK_ELEMENTS = 1 << 23  # there they bound the memory: top-p sorts, in float64
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,28 +54,35 @@ def new_key() -> bytes:
 
 def draw_tokens(logits: Tensor, row_max: Tensor, draws: list[Draw]) -> list[int]:
     """Draw a token for each of `draws` from logits [S, V] with finite row maxima [S]; returns token ids in order."""
-    chunk = max(1, _CPU_CHUNK_ELEMENTS // logits.shape[1]) if logits.device.type == "cpu" else len(draws)
-    tokens: list[int] = []
-    for start in range(0, len(draws), chunk):
-        tokens += _draw_chunk(logits, row_max, draws[start : start + chunk])
-    return tokens
+    return draw_ids(logits, row_max, draws).tolist()
 
 
-def _draw_chunk(logits: Tensor, row_max: Tensor, draws: list[Draw]) -> list[int]:
-    index = torch.tensor([draw.index for draw in draws], device=logits.device)
-    temperature = torch.tensor([draw.params.temperature for draw in draws], device=logits.device)
+def draw_ids(logits: Tensor, row_max: Tensor, draws: list[Draw]) -> Tensor:
+    """The same as a tensor on the logits' device, without waiting for it on CUDA."""
+    elements = _CPU_CHUNK_ELEMENTS if logits.device.type == "cpu" else _CUDA_CHUNK_ELEMENTS
+    chunk = max(1, elements // logits.shape[1])
+    parts = [_draw_chunk(logits, row_max, draws[start : start + chunk]) for start in range(0, len(draws), chunk)]
+    return torch.cat(parts)
+
+
+def _draw_chunk(logits: Tensor, row_max: Tensor, draws: list[Draw]) -> Tensor:
+    index = to_device([draw.index for draw in draws], logits.device)
+    temperature = _put([draw.params.temperature for draw in draws], logits.device)
     x = (logits[index] - row_max[index, None]).div_(temperature[:, None])  # [D, V], the likeliest token at 0
     scores = gumbel_noise(draws, logits.shape[1], logits.device).add_(x)  # [D, V]
     _apply_min_p(scores, x, draws)
     _apply_top_k_top_p(scores, x, draws)
-    return scores.max(dim=-1).indices.tolist()
+    return scores.max(dim=-1).indices
 
 
 def gumbel_noise(draws: list[Draw], vocab_size: int, device: torch.device) -> Tensor:
     """[D, V] float32 standard Gumbel noise, each row from its own key and position.
 
-    Uniforms are made in float64: float32's 24 bits would cut off the noise that lets unlikely tokens win.
+    Uniforms are made in float64: float32's 24 bits would cut off the noise that lets unlikely tokens win. On CUDA all
+    rows are made by one kernel (other numbers than a CPU's for the same seed): a generator each would cost launches.
     """
+    if device.type == "cuda":
+        return cuda_noise([_noise_seed(draw.key, draw.position) for draw in draws], vocab_size, device)
     noise = torch.empty(len(draws), vocab_size, device=device)
     uniform = torch.empty(vocab_size, dtype=torch.float64, device=device)
     generator = torch.Generator(device)
@@ -94,7 +103,7 @@ def _apply_min_p(scores: Tensor, x: Tensor, draws: list[Draw]) -> None:
     if not any(draw.params.min_p > 0 for draw in draws):
         return
     floors = [math.log(draw.params.min_p) if draw.params.min_p > 0 else -math.inf for draw in draws]
-    scores.masked_fill_(x < torch.tensor(floors, device=x.device)[:, None], -torch.inf)
+    scores.masked_fill_(x < _put(floors, x.device)[:, None], -torch.inf)
 
 
 def _apply_top_k_top_p(scores: Tensor, x: Tensor, draws: list[Draw]) -> None:
@@ -105,7 +114,10 @@ def _apply_top_k_top_p(scores: Tensor, x: Tensor, draws: list[Draw]) -> None:
     if with_k:
         largest = _take(x, with_k).topk(max(draws[row].params.top_k for row in with_k), dim=-1).values
         _drop_below(scores, x, with_k, thresholds(largest, [draws[row].params for row in with_k]))
-    if only_p:
+    if only_p and x.device.type == "cuda":  # the loop below would wait for the device in every round
+        ordered = _take(x, only_p).sort(dim=-1, descending=True).values
+        _drop_below(scores, x, only_p, thresholds(ordered, [draws[row].params for row in only_p]))
+    elif only_p:
         _drop_winners_outside_nucleus(scores, x, draws, only_p)
 
 
@@ -117,7 +129,7 @@ def _drop_winners_outside_nucleus(scores: Tensor, x: Tensor, draws: list[Draw], 
     after about 1 + ln(1 / top_p) rounds.
     """
     mass = _take(x, rows).exp()  # [N, V]
-    top_p = torch.tensor([draws[row].params.top_p for row in rows], device=x.device)
+    top_p = _put([draws[row].params.top_p for row in rows], x.device)
     limit = top_p * mass.sum(dim=-1)
     sub_x, sub_scores = _take(x, rows), _take(scores, rows)
     while rows:
@@ -136,8 +148,8 @@ def _drop_winners_outside_nucleus(scores: Tensor, x: Tensor, draws: list[Draw], 
 def thresholds(largest: Tensor, params: list[SamplingParams]) -> Tensor:
     """[N] the least value that top-k and top-p keep, from each row's K >= top_k largest values [N, K], descending."""
     width = largest.shape[1]
-    k = torch.tensor([p.top_k if 0 < p.top_k < width else width for p in params], device=largest.device)[:, None]
-    top_p = torch.tensor([p.top_p for p in params], dtype=torch.float64, device=largest.device)[:, None]
+    k = to_device([p.top_k if 0 < p.top_k < width else width for p in params], largest.device)[:, None]
+    top_p = _put([p.top_p for p in params], largest.device, torch.float64)[:, None]
     rank = torch.arange(width, device=largest.device)
     mass = largest.double().exp().masked_fill_(rank >= k, 0)  # [N, K]
     cumulative = mass.cumsum(dim=-1)
@@ -151,9 +163,19 @@ def _drop_below(scores: Tensor, x: Tensor, rows: list[int], threshold: Tensor) -
     kept = _take(scores, rows)
     kept.masked_fill_(_take(x, rows) < threshold[:, None], -torch.inf)
     if kept is not scores:
-        scores[rows] = kept
+        scores[to_device(rows, scores.device)] = kept
 
 
 def _take(tensor: Tensor, rows: list[int]) -> Tensor:
     """tensor[rows] for ascending rows; the tensor itself, not a copy, if that is all of them."""
-    return tensor if len(rows) == tensor.shape[0] else tensor[rows]
+    return tensor if len(rows) == tensor.shape[0] else tensor[to_device(rows, tensor.device)]
+
+
+def _put(values: list[float], device: torch.device, dtype: torch.dtype = torch.float32) -> Tensor:
+    return to_device(torch.tensor(values, dtype=dtype), device)
+
+
+def cuda_noise(seeds: list[int], vocab_size: int, device: torch.device) -> Tensor:
+    from engine_worker.model.triton_noise import gumbel
+
+    return gumbel(to_device(seeds, device), vocab_size)

@@ -28,4 +28,24 @@ def to_device(
         tensor = tensor.to(dtype)
     if device.type != "cuda" or tensor.device.type == "cuda":
         return tensor.to(device)
-    return tensor.pin_memory().to(device, non_blocking=True) if torch.cuda.is_available() else tensor.to(device)
+    return tensor.pin_memory().to(device, non_blocking=True)
+
+
+class ToHost:
+    """Tensors on their way to the host. `get` waits for these, not for what was queued behind them."""
+
+    def __init__(self, tensors: Sequence[Tensor]) -> None:
+        self._event: torch.cuda.Event | None = None
+        if tensors[0].device.type != "cuda":
+            self._tensors = list(tensors)
+            return
+        self._tensors = [torch.empty(t.shape, dtype=t.dtype, pin_memory=True) for t in tensors]
+        for target, source in zip(self._tensors, tensors, strict=True):
+            target.copy_(source, non_blocking=True)
+        self._event = torch.cuda.Event()
+        self._event.record(torch.cuda.current_stream(tensors[0].device))
+
+    def get(self) -> list[Tensor]:
+        if self._event is not None:
+            self._event.synchronize()
+        return self._tensors

@@ -55,6 +55,12 @@ def parser() -> argparse.ArgumentParser:
         default="",
         help="make weights narrower at load (default: no)",
     )
+    add(
+        "--async-scheduling",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="plan the next step while one runs (default: with CUDA)",
+    )
     add("--threads", type=_positive, metavar="N", help="torch threads (default: this worker's share of the cores)")
     add("--no-prefix-caching", action="store_true", help="compute every prompt from its start")
     add("--kv-events-port", type=_events_port, default=0, metavar="PORT", help='0: any free port; "off": none')
@@ -108,6 +114,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         enable_prefix_caching=not args.no_prefix_caching,
         attention_backend=args.attention_backend,
         quantization=args.quantization,
+        async_scheduling=args.async_scheduling,
         num_threads=args.threads,
         seed=args.seed,
         trust_remote_code=args.trust_remote_code,

@@ -6,6 +6,9 @@ compute the loop sleeps on the inbox.
 A step that raises (out of memory, a fault in a kernel) fails the requests in that step and no others; the engine goes
 on. Three such steps in a row mean that the engine itself is broken: the process ends, and the API process starts a
 fresh one. An exception from the scheduler is our own bug and ends the process at once, before it can corrupt a cache.
+
+With asynchronous scheduling the next step is planned and queued on the device before this one's tokens are read,
+wherever the scheduler can plan that far (core/ahead.py). Everything else is as it was, one step later.
 """
 
 from __future__ import annotations
@@ -14,11 +17,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Protocol
 
 from engine_worker.core.events import KVEvent
 from engine_worker.core.scheduler import RequestTooLarge, Scheduler
-from engine_worker.core.types import FinishReason, Request, RequestUpdate, StepPlan, StepResult
+from engine_worker.core.types import FinishReason, Request, RequestStatus, RequestUpdate, StepPlan, StepResult
 from engine_worker.serving.messages import Add, Cancel, FromEngine, Sequence, Shutdown, Stats, Step, ToEngine, Update
 
 MAX_FAILED_STEPS = 3
@@ -29,6 +33,30 @@ class Runner(Protocol):
     def execute(self, plan: StepPlan) -> StepResult: ...
 
     def release(self, request_id: str) -> None: ...
+
+
+class Launched(Protocol):
+    """A step on its way."""
+
+    def result(self) -> StepResult:
+        """Waits for it. Raises what the step raised."""
+        ...
+
+
+class LaunchingRunner(Runner, Protocol):
+    """A runner whose device works on its own: `launch` queues a step and returns."""
+
+    def launch(self, plan: StepPlan) -> Launched: ...
+
+
+class _Raised:
+    """A step that could not even be launched."""
+
+    def __init__(self, error: Exception) -> None:
+        self._error = error
+
+    def result(self) -> StepResult:
+        raise self._error
 
 
 class Inbox(Protocol):
@@ -54,9 +82,13 @@ class EngineLoop:
         send: Callable[[FromEngine], None],
         publisher: Publisher | None,
         check_invariants: bool = False,
+        launcher: LaunchingRunner | None = None,
     ) -> None:
+        """With `launcher`, which is then `runner` itself, steps are scheduled asynchronously."""
         self._scheduler = scheduler
         self._runner = runner
+        self._launcher = launcher
+        self._ahead: tuple[StepPlan, Launched] | None = None  # launched, and not committed
         self._inbox = inbox
         self._send = send
         self._publisher = publisher
@@ -68,13 +100,13 @@ class EngineLoop:
     def run(self, should_stop: Callable[[], bool]) -> None:
         """Until told to stop. Raises EngineBroken."""
         while not should_stop():
-            busy = self._scheduler.has_work()
+            busy = self._scheduler.has_work() or self._ahead is not None
             refused: list[Update] = []
             for message in self._inbox.receive(0 if busy else _IDLE_POLL_MS):
                 if isinstance(message, Shutdown):
                     return
                 refused += self._handle(message)
-            updates, num_tokens = self._step() if self._scheduler.has_work() else ([], 0)
+            updates, num_tokens = self._step() if self._scheduler.has_work() or self._ahead else ([], 0)
             if self._check_invariants:
                 self._scheduler.check_invariants()
             self._tell(refused + updates, num_tokens)
@@ -107,16 +139,32 @@ class EngineLoop:
         return None
 
     def _step(self) -> tuple[list[Update], int]:
-        plan = self._scheduler.plan(time.monotonic())
-        result = self._execute(plan)
+        if self._launcher is None:
+            plan = self._scheduler.plan(time.monotonic())
+            result = self._execute(plan, lambda: self._runner.execute(plan))
+        else:
+            plan, launched = self._ahead or self._launch(self._scheduler.plan(time.monotonic()), self._launcher)
+            behind = self._scheduler.plan_ahead(plan)
+            self._ahead = None if behind is None else self._launch(behind, self._launcher)
+            result = self._execute(plan, launched.result)
         updates = [self._update(update) for update in self._scheduler.commit(plan, result)]
         return updates, plan.num_tokens
 
-    def _execute(self, plan: StepPlan) -> StepResult:
+    def _launch(self, plan: StepPlan, launcher: LaunchingRunner) -> tuple[StepPlan, Launched]:
+        try:
+            return plan, launcher.launch(plan)
+        except Exception as error:  # it counts when the step's turn comes
+            return plan, _Raised(error)
+
+    def _execute(self, plan: StepPlan, run: Callable[[], StepResult]) -> StepResult:
         if not plan.segments:
             return StepResult(sampled={})
+        if all(segment.request.status is RequestStatus.FINISHED for segment in plan.segments):
+            with suppress(Exception):  # planned ahead for requests that ended meanwhile: it says nothing of the engine
+                run()
+            return StepResult(sampled={})
         try:
-            result = self._runner.execute(plan)
+            result = run()
         except Exception as error:
             self._num_failed_steps += 1
             traceback.print_exc(file=sys.stderr)

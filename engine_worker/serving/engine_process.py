@@ -32,7 +32,7 @@ from engine_worker.contract.state import TokenizerBundle
 from engine_worker.core.kv_manager import KVCacheManager
 from engine_worker.core.scheduler import Scheduler, SchedulerConfig
 from engine_worker.model.errors import ModelError
-from engine_worker.serving.engine_loop import EngineBroken, EngineLoop, Runner
+from engine_worker.serving.engine_loop import EngineBroken, EngineLoop, LaunchingRunner, Runner
 from engine_worker.serving.kv_publisher import KVPublisher
 from engine_worker.serving.messages import (
     FromEngine,
@@ -151,7 +151,9 @@ def _serve(order: StartOrder, pipes: Pipes) -> int:
     gc.freeze()  # the model stays; collections need not walk over it
     endpoints = (publisher.endpoint, publisher.replay_endpoint) if publisher else ("", "")
     pipes.send(Ready(runner.info, runner.tokenizer, *endpoints))
-    loop = EngineLoop(scheduler, runner, pipes, pipes.send, publisher, order.check_invariants)
+    loop = EngineLoop(
+        scheduler, runner, pipes, pipes.send, publisher, order.check_invariants, _launcher(order.config, runner)
+    )
     try:
         loop.run(lambda: stop.is_set)
     except EngineBroken as error:
@@ -174,6 +176,14 @@ def _publisher(config: EngineConfig) -> KVPublisher | None:
         return KVPublisher(config.kv_events_endpoint)
     except OSError as error:
         raise _CannotPublish(f"KV events can't be published: {error}. Choose another --kv-events-port.") from error
+
+
+def _launcher(config: EngineConfig, runner: ModelRunner) -> LaunchingRunner | None:
+    """The runner, where steps are to be scheduled asynchronously. On a CPU the host's work is the device's."""
+    wanted = config.async_scheduling == "on" or (
+        config.async_scheduling == "auto" and runner.info.device.startswith("cuda")
+    )
+    return cast(LaunchingRunner, runner) if wanted and hasattr(runner, "launch") else None
 
 
 def _loader(path: str) -> Loader:
