@@ -33,6 +33,11 @@ class EngineConfig:
     attention_backend auto, reference, cpu, native (C++ kernels for CPUs) or triton (for CUDA)
     quantization      "" (none), int8 or int4 (weights only), or fp8 (CUDA): what linear weights become at load
     async_scheduling  auto (on with CUDA), on or off: plan and queue a step before the last one's tokens are read
+    speculative       "" (none), "ngram", or a draft model, named as `model` is: what guesses output tokens
+    num_speculative_tokens
+                      most tokens guessed for a request in a step
+    ngram_min, ngram_max
+                      lengths of the text ends that n-gram guesses look up
     num_threads       torch threads; None shares the machine's cores out
     kv_events_endpoint
                       ZMQ endpoint to publish KV events on ("" publishes none); the replay socket is one port above
@@ -52,6 +57,10 @@ class EngineConfig:
     attention_backend: str = "auto"
     quantization: str = ""
     async_scheduling: str = "auto"
+    speculative: str = ""
+    num_speculative_tokens: int = 8
+    ngram_min: int = 2
+    ngram_max: int = 4
     num_threads: int | None = None
     seed: int = 0
     trust_remote_code: bool = False

@@ -12,6 +12,21 @@ import msgspec
 WorkerStatus = Literal["loading", "ready", "draining", "failed"]
 
 
+class SpeculationState(msgspec.Struct, frozen=True, kw_only=True):
+    """How guessing output tokens goes. The counts are the engine process's own and start anew with it.
+
+    method     "ngram" or the draft model
+    is_active  whether it pays at present; with a large batch it goes off by itself
+    """
+
+    method: str
+    is_active: bool
+    num_speculative_tokens: int
+    num_drafts: int
+    num_draft_tokens: int
+    num_accepted_tokens: int
+
+
 class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     """A worker's load and identity at one moment.
 
@@ -20,6 +35,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
                           `num_cached_blocks` carry a reusable prefix
     queued_prefill_tokens uncached prompt tokens of waiting and running requests not computed yet
     model_fingerprint     the same for workers that can go on with each other's answers (resume.py); "" for none
+    speculation           None where the worker was started without
     kv_events_endpoint    where KV events are published ("" for nowhere); `kv_events_replay_endpoint` replays them
     """
 
@@ -43,6 +59,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     num_preemptions: int = 0
     kv_events_endpoint: str = ""
     kv_events_replay_endpoint: str = ""
+    speculation: SpeculationState | None = None
     detail: str = ""
 
 

@@ -41,7 +41,7 @@ def runs_ahead(params: SamplingParams) -> bool:
 
 def can_defer(plan: StepPlan) -> bool:
     """Whether the plan's results can be read late: no request in it needs the host to choose its token."""
-    return all(runs_ahead(segment.request.params) for segment in plan.segments)
+    return all(runs_ahead(segment.request.params) and not segment.num_drafts for segment in plan.segments)
 
 
 def plan_behind(plan: StepPlan, running: Iterable[Request], kv: KVCacheManager, max_model_len: int) -> StepPlan | None:

@@ -115,6 +115,12 @@ class KVCacheManager:
         """Free blocks that holding all of the request's tokens would use up, given `hit` from `lookup`."""
         return self.num_blocks_for(request.num_tokens) - self._pool.num_held(hit)
 
+    def num_blocks_to_come(self, request: Request) -> int:
+        """Blocks it still lacks for its tokens, and one more if it may grow into it."""
+        most = len(request.prompt_ids) + request.params.max_tokens - 1  # the last token is never stored
+        num_tokens = min(request.num_known_tokens + self.block_size, most)
+        return max(0, self.num_blocks_for(num_tokens) - len(request.block_ids))  # drafts may have found more
+
     def admit(self, request: Request, hit: list[BlockId]) -> None:
         """Starts the table with `hit`. Sets block_ids, num_computed and, the first time, num_cached_tokens."""
         assert not request.block_ids, f"{request.request_id} has a block table already"
@@ -149,6 +155,19 @@ class KVCacheManager:
         if evicted and self._record:
             self._events.append(BlocksRemoved(tuple(evicted)))
         return True
+
+    def extend(self, request: Request, num_tokens: int, num_left: int) -> int:
+        """Grows the table behind the request's tokens for up to `num_tokens` more, leaving `num_left` blocks free.
+
+        Returns for how many there are slots now.
+        """
+        spare = max(0, self._pool.num_free - num_left)
+        most = (len(request.block_ids) + spare) * self.block_size - request.num_tokens
+        num_tokens = max(0, min(num_tokens, most))
+        if num_tokens:
+            fits = self.allocate(request, request.num_tokens + num_tokens)
+            assert fits, "it takes no more than there is"
+        return num_tokens
 
     def commit(self, request: Request, end: int) -> None:
         """Positions num_computed to end - 1 were computed: advances num_computed and names the blocks now full."""

@@ -41,6 +41,8 @@ class SchedulerStats:
     num_cached_blocks     distinct blocks that a request could hit
     prefix_cache_queries, prefix_cache_hits
                           prompt tokens looked up and found at first admissions
+    num_drafts, num_draft_tokens, num_accepted_tokens
+                          speculations that were verified, their tokens, and those of them that became output
     """
 
     num_running: int
@@ -52,6 +54,9 @@ class SchedulerStats:
     num_cached_blocks: int
     prefix_cache_queries: int
     prefix_cache_hits: int
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 def refuse_too_large(request: Request, max_model_len: int, max_request_tokens: int) -> None:

@@ -20,20 +20,22 @@ first in the order always advances: alone it finds all blocks free, and `add` re
 
 Why plan and commit are apart. The caller runs the plan in between, and anything may be cancelled or added meanwhile; a
 result is applied only to a request that is still running. Nothing in a plan depends on the step's result. An
-asynchronous loop plans step N + 1 before it commits N where it would hold nothing but decodes (core/ahead.py);
-speculation lets num_tokens contain drafts and moves num_computed by what was accepted. Both leave the rule as it is.
+asynchronous loop plans step N + 1 before it commits N where it would hold nothing but decodes (core/ahead.py).
+
+Speculation is one more value of the counter: guesses count into num_tokens, and num_computed moves by those that were
+right (core/drafts.py). Nobody waits or is preempted for a guess: it takes budget and blocks that are left over.
 """
 
 from __future__ import annotations
 
 from bisect import insort
-from dataclasses import dataclass, field
 
 from engine_worker.core.ahead import plan_behind
+from engine_worker.core.drafts import DraftCounts, most_drafts, usable, verified
 from engine_worker.core.events import KVEvent
-from engine_worker.core.finish import finish_reason
 from engine_worker.core.kv_manager import KVCacheManager
 from engine_worker.core.limits import RequestTooLarge, SchedulerConfig, SchedulerStats, refuse_too_large
+from engine_worker.core.step import Step
 from engine_worker.core.types import (
     FinishReason,
     Request,
@@ -47,28 +49,6 @@ from engine_worker.core.types import (
 from engine_worker.core.waiting_queue import Key, WaitingQueue
 
 __all__ = ["RequestTooLarge", "Scheduler", "SchedulerConfig", "SchedulerStats"]
-
-
-@dataclass(slots=True)
-class _Step:
-    """A plan in the making. `budget` is what is left of the tokens it may compute."""
-
-    budget: int
-    segments: dict[str, Segment] = field(default_factory=dict)
-    preempted: list[str] = field(default_factory=list)
-
-    def add(self, request: Request, end: int) -> None:
-        start = request.num_computed
-        token_ids, sample = request.token_ids(start, end), end == request.num_tokens
-        self.segments[request.request_id] = Segment(request, start, token_ids, request.block_ids, sample)
-        self.budget -= end - start
-
-    def drop(self, victim: Request) -> None:
-        """Takes back what the victim was given, and notes that it was preempted."""
-        segment = self.segments.pop(victim.request_id, None)
-        if segment is not None:
-            self.budget += len(segment.token_ids)
-        self.preempted.append(victim.request_id)
 
 
 class Scheduler:
@@ -88,6 +68,7 @@ class Scheduler:
         self._running: list[Request] = []  # sorted by key
         self._num_added = 0
         self._num_preemptions = 0
+        self._drafts = DraftCounts()
 
     # -- requests come and go
 
@@ -128,19 +109,44 @@ class Scheduler:
         """Nothing computed so far will be a hit; running requests go on undisturbed."""
         self._kv.reset()
 
+    # -- speculation
+
+    def can_speculate(self, most: int) -> list[tuple[Request, int]]:
+        """Decoding requests, each with how many tokens could be speculated for it: 1 to `most`."""
+        decoding = (r for r in self._running if r.num_tokens - r.num_computed == 1)
+        rooms = [(request, most_drafts(request, self.config.max_model_len, most)) for request in decoding]
+        return [(request, room) for request, room in rooms if room > 0]
+
+    def reserve(self, request: Request, num_drafts: int) -> int:
+        """Finds slots for up to so many drafts, while a block is left for all that run. Returns for how many."""
+        return self._kv.extend(request, num_drafts, len(self._running))
+
+    def speculate(self, request: Request, draft_ids: tuple[int, ...]) -> None:
+        """The next plan verifies `draft_ids` behind the output, as far as there is room."""
+        assert request.status is RequestStatus.RUNNING
+        assert not request.draft_ids
+        assert request.num_tokens - request.num_computed == 1, "only a decoding request can speculate"
+        draft_ids = usable(draft_ids, request, self.config.eos_token_ids)
+        request.draft_ids = draft_ids[: self.reserve(request, len(draft_ids))]
+
     # -- a step
 
     def plan(self, now: float) -> StepPlan:
         """Decides the next step; admits and preempts. `now` is only noted. Commit the plan before the next one."""
-        step = _Step(budget=self.config.max_num_batched_tokens)
+        step = Step(budget=self.config.max_num_batched_tokens)
         decodes: list[Request] = []
         prefills: list[Request] = []
         for request in self._running:
-            (decodes if request.num_tokens - request.num_computed == 1 else prefills).append(request)
+            (decodes if request.num_known_tokens - request.num_computed == 1 else prefills).append(request)
+        spare = step.budget - len(decodes) - (1 if prefills or len(self._waiting) else 0)  # what drafts may use
         for request in decodes:
+            if request.draft_ids:
+                request.draft_ids = request.draft_ids[: max(spare, 0)]
+                spare -= len(request.draft_ids)
             if request.status is RequestStatus.RUNNING and step.budget and self._kv.has_slot(request):
-                step.add(request, request.num_computed + 1)  # most decodes: no block to find
+                step.add(request, request.num_tokens)  # most decodes: no block to find
             else:
+                assert not request.draft_ids, "drafts have their slots"
                 self._continue(request, step)
         for request in prefills:
             self._continue(request, step)
@@ -170,12 +176,13 @@ class Scheduler:
             if error is not None:
                 updates.append(self._update(request, None, FinishReason.ERROR, error))
                 continue
-            self._kv.commit(request, segment.end)
             scores = result.prompt_logprobs.get(request.request_id, ())
             request.num_scored += len(scores)
             if segment.sample:
-                updates.append(self._sampled(request, result, scores))
-            elif scores:
+                updates += self._sampled(segment, result, scores)
+                continue
+            self._kv.commit(request, segment.end)
+            if scores:
                 updates.append(self._update(request, None, None, scores=scores))
         return updates
 
@@ -195,17 +202,18 @@ class Scheduler:
 
     def stats(self) -> SchedulerStats:
         """O(running)."""
-        prefill_tokens = sum(r.num_tokens - r.num_computed for r in self._running if r.num_tokens - r.num_computed > 1)
+        missing = [r.num_known_tokens - r.num_computed for r in self._running]
         return SchedulerStats(
             num_running=len(self._running),
             num_waiting=len(self._waiting),
-            queued_prefill_tokens=self._waiting.num_uncached_tokens + prefill_tokens,
+            queued_prefill_tokens=self._waiting.num_uncached_tokens + sum(n for n in missing if n > 1),
             num_preemptions=self._num_preemptions,
             num_blocks=self._kv.num_blocks,
             num_free_blocks=self._kv.num_free_blocks,
             num_cached_blocks=self._kv.num_cached_blocks,
             prefix_cache_queries=self._kv.prefix_cache_queries,
             prefix_cache_hits=self._kv.prefix_cache_hits,
+            **self._drafts.as_stats(),
         )
 
     # -- inside
@@ -224,7 +232,7 @@ class Scheduler:
             return False
         return leader.num_computed < len(leader.prompt_ids)
 
-    def _continue(self, request: Request, step: _Step) -> None:
+    def _continue(self, request: Request, step: Step) -> None:
         """Gives a running request its share of the step: all it lacks, or what budget and free blocks allow."""
         if request.status is not RequestStatus.RUNNING or step.budget == 0:
             return  # preempted for one before it, or the step is full
@@ -236,7 +244,7 @@ class Scheduler:
         assert fits, "it takes no more than there is"
         step.add(request, end)
 
-    def _preempt_for(self, request: Request, step: _Step) -> bool:
+    def _preempt_for(self, request: Request, step: Step) -> bool:
         """Preempts the last running request in the order; False if that is `request` itself."""
         victim = self._running[-1]
         if victim is request:
@@ -245,14 +253,15 @@ class Scheduler:
         step.drop(victim)
         self._kv.free(victim)
         victim.status = RequestStatus.WAITING
+        victim.draft_ids = ()
         victim.num_preemptions += 1
         self._num_preemptions += 1
         self._enqueue(victim)
         return True
 
-    def _admit(self, step: _Step, now: float) -> None:
+    def _admit(self, step: Step, now: float) -> None:
         admitted: list[Request] = []
-        reserve = sum(map(self._num_blocks_to_come, self._running))
+        reserve = sum(map(self._kv.num_blocks_to_come, self._running))
         for request in self._waiting:
             if step.budget == 0 or len(self._running) + len(admitted) >= self.config.max_num_seqs:
                 break
@@ -268,7 +277,7 @@ class Scheduler:
             fits = self._kv.allocate(request, end)
             assert fits, "all of its tokens fit, so these do"
             step.add(request, end)
-            reserve += self._num_blocks_to_come(request)
+            reserve += self._kv.num_blocks_to_come(request)
             admitted.append(request)
         for request in admitted:
             self._waiting.remove(request, self._keys[request.request_id])
@@ -277,19 +286,15 @@ class Scheduler:
             if request.first_planned_s is None:
                 request.first_planned_s = now
 
-    def _num_blocks_to_come(self, request: Request) -> int:
-        """Blocks it still lacks for its tokens, and one more if it may grow into it."""
-        most = len(request.prompt_ids) + request.params.max_tokens - 1  # the last token is never stored
-        num_tokens = min(request.num_tokens + self._kv.block_size, most)
-        return self._kv.num_blocks_for(num_tokens) - len(request.block_ids)
-
-    def _sampled(self, request: Request, result: StepResult, scores: tuple[SampledToken, ...]) -> RequestUpdate:
-        """The request got a token."""
-        token = result.sampled[request.request_id]
-        request.output_ids.append(token.token_id)
-        reason = finish_reason(request, self.config.max_model_len, self.config.eos_token_ids)
-        is_complete = request.request_id in result.completed and reason is not FinishReason.STOP
-        return self._update(request, token, FinishReason.STOP if is_complete else reason, None, is_complete, scores)
+    def _sampled(self, segment: Segment, result: StepResult, scores: tuple[SampledToken, ...]) -> list[RequestUpdate]:
+        """The request got a token, and another one behind each speculated token that was right."""
+        request = segment.request
+        tokens, reason, is_complete = verified(segment, result, self.config)
+        self._drafts.count(segment.num_drafts, len(tokens) - 1)
+        self._kv.commit(request, request.num_tokens - 1)  # what was computed for wrong guesses does not count
+        updates = [self._update(request, token, None) for token in tokens[:-1]]
+        updates.append(self._update(request, tokens[-1], reason, None, is_complete, scores))
+        return updates
 
     def _update(
         self,
@@ -303,7 +308,17 @@ class Scheduler:
         assert request.num_cached_tokens is not None
         if reason is not None:
             self._finish(request)
-        return RequestUpdate(request.request_id, token, reason, request.num_cached_tokens, error, is_complete, scores)
+        return RequestUpdate(
+            request.request_id,
+            token,
+            reason,
+            request.num_cached_tokens,
+            error,
+            is_complete,
+            scores,
+            request.num_draft_tokens,
+            request.num_accepted_tokens,
+        )
 
     def _finish(self, request: Request) -> None:
         key = self._keys.pop(request.request_id)
@@ -315,6 +330,7 @@ class Scheduler:
         self._kv.forget(request)
         request.status = RequestStatus.FINISHED
         self._leaders.pop(request.request_id, None)
+        request.draft_ids = ()
         del self._requests[request.request_id]
 
     def check_invariants(self) -> None:
@@ -331,6 +347,5 @@ class Scheduler:
             assert request.num_computed < request.num_tokens, f"{request.request_id} has nothing left to compute"
         for request in waiting:
             assert request.status is RequestStatus.WAITING
-            assert request.num_computed == 0
-            assert not request.block_ids
+            assert (request.num_computed, request.block_ids, request.draft_ids) == (0, [], ())
         self._kv.check_invariants(self._requests.values())

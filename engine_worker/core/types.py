@@ -78,12 +78,15 @@ class Request:
     """One sequence inside the engine (the n choices of an API request are n of these).
 
     num_computed      tokens whose KV is in the cache blocks of `block_ids`; the only progress counter
+    draft_ids         speculated tokens behind the output, there from `Scheduler.speculate` to the step's commit
     num_cached_tokens prompt tokens that the first admission found in the prefix cache; None before it. A resume after
                       preemption does not change it
     leader_id         a sibling (another of the n choices) whose prompt must be computed first, so that this one finds
                       the prompt's blocks in the cache. Add the leader before its followers
     first_planned_s   the `now` of the first plan that computed some of it; None before (its time in the queue)
     num_scored        prompt tokens behind the first whose logprobs were reported (with `num_prompt_logprobs` only)
+    num_draft_tokens, num_accepted_tokens
+                      speculated tokens that were verified, and those of them that became output
     """
 
     request_id: str
@@ -94,6 +97,7 @@ class Request:
     priority: int = 0
     leader_id: str | None = None
     output_ids: list[int] = field(default_factory=list)
+    draft_ids: tuple[int, ...] = ()
     num_computed: int = 0
     num_cached_tokens: int | None = None
     block_ids: list[BlockId] = field(default_factory=list)
@@ -101,9 +105,17 @@ class Request:
     num_preemptions: int = 0
     first_planned_s: float | None = None
     num_scored: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     @property
     def num_tokens(self) -> int:
+        """Prompt, output and speculated tokens: what `num_computed` chases."""
+        return len(self.prompt_ids) + len(self.output_ids) + len(self.draft_ids)
+
+    @property
+    def num_known_tokens(self) -> int:
+        """Prompt and output tokens: those that are there to stay."""
         return len(self.prompt_ids) + len(self.output_ids)
 
     @property
@@ -112,8 +124,11 @@ class Request:
         return self.params.num_prompt_logprobs is not None and self.num_scored < len(self.prompt_ids) - 1
 
     def token_ids(self, start: int, end: int) -> tuple[int, ...]:
-        """Ids of positions start..end-1, prompt first, then output."""
-        num_prompt = len(self.prompt_ids)
+        """Ids of positions start..end-1, prompt first, then output, then drafts."""
+        num_prompt, num_known = len(self.prompt_ids), self.num_known_tokens
+        if end > num_known:
+            drafts = self.draft_ids[max(start - num_known, 0) : end - num_known]
+            return (*self.token_ids(start, num_known), *drafts) if start < num_known else drafts
         if end <= num_prompt:
             return self.prompt_ids[start:end]
         if start >= num_prompt:
@@ -128,7 +143,8 @@ class Segment:
     `block_ids` covers every position up to the segment's end: position p lives in block block_ids[p // block_size] at
     offset p % block_size. It is a read-only view of a growing list, not a copy: entries up to the segment's end stay as
     they are as long as the segment is used, and more may follow them. `sample` asks for one token from the last
-    position's logits.
+    position's logits. The last `num_drafts` tokens are speculated: a token is sampled from the position before them and
+    from each of theirs, as long as what was sampled is what was speculated.
     """
 
     request: Request
@@ -136,10 +152,20 @@ class Segment:
     token_ids: tuple[int, ...]
     block_ids: Sequence[BlockId]
     sample: bool
+    num_drafts: int = 0
 
     @property
     def end(self) -> int:
         return self.start + len(self.token_ids)
+
+    @property
+    def draft_ids(self) -> tuple[int, ...]:
+        return tuple(self.token_ids[len(self.token_ids) - self.num_drafts :])
+
+    @property
+    def num_rows(self) -> int:
+        """Positions whose logits a token may be sampled from."""
+        return 1 + self.num_drafts if self.sample else 0
 
     @property
     def scored(self) -> range:
@@ -180,7 +206,8 @@ class StepResult:
     """The runner's answer: a token for every segment with `sample`, except for requests that failed alone.
 
     failed           request id -> one sentence
-    completed        requests whose grammar allows nothing behind the sampled token
+    completed        requests whose grammar allows nothing behind the last sampled token
+    following        request id -> tokens sampled behind the first one: one for each draft that was right, in order
     prompt_logprobs  request id -> the prompt token behind each of the segment's `scored` positions, with logprobs
     """
 
@@ -188,14 +215,19 @@ class StepResult:
     failed: dict[str, str] = field(default_factory=dict)
     completed: frozenset[str] = frozenset()
     prompt_logprobs: dict[str, tuple[SampledToken, ...]] = field(default_factory=dict)
+    following: dict[str, tuple[SampledToken, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True, slots=True)
 class RequestUpdate:
     """What a committed step means for one request, to be sent to whoever waits for it.
 
+    With speculation a step may bring a request several tokens: each has an update of its own, in order.
+
     is_complete      the grammar's end ended the sequence: the last token is part of the output, no stop token
     prompt_logprobs  prompt tokens with their logprobs, those that follow what earlier updates brought
+    num_draft_tokens, num_accepted_tokens
+                     see Request: so far, over all of the request
     """
 
     request_id: str
@@ -205,3 +237,5 @@ class RequestUpdate:
     error: str | None = None
     is_complete: bool = False
     prompt_logprobs: tuple[SampledToken, ...] = ()
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0

@@ -19,6 +19,7 @@ from engine_worker.model.attention import AttentionBackend
 from engine_worker.model.backends import make_backend
 from engine_worker.model.checkpoint import LoadedCheckpoint, load_checkpoint
 from engine_worker.model.checkpoint_dtype import choose_device
+from engine_worker.model.drafters import make_drafter
 from engine_worker.model.families import num_layers, refuse_module
 from engine_worker.model.kv_tensors import KVLayout, KVTensors
 from engine_worker.model.memory import format_bytes, num_kv_blocks
@@ -94,6 +95,7 @@ def load_model(config: EngineConfig, progress: Callable[[str], None]) -> ModelRu
         info,
         msgspec.structs.replace(checkpoint.tokenizer, max_model_len=max_model_len),
         config.max_num_seqs,
+        make_drafter(config),
     )
 
 

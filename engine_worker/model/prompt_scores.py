@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from engine_worker.core.types import SampledToken, Segment
-from engine_worker.model.sampler import with_logprobs
+from engine_worker.model.logprobs import with_logprobs
 
 
 def score_prompts(

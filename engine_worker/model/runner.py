@@ -26,7 +26,7 @@ from engine_worker.model.transfer import to_device
 class SamplerLike(Protocol):
     """What the runner asks of a sampler: see sampler.Sampler."""
 
-    def prepare(self, requests: Iterable[Request]) -> None: ...
+    def prepare(self, segments: Iterable[Segment]) -> None: ...
 
     def sample(
         self, logits: torch.Tensor, segments: Sequence[Segment]
@@ -34,6 +34,20 @@ class SamplerLike(Protocol):
 
     @property
     def completed(self) -> frozenset[str]: ...
+
+    @property
+    def following(self) -> dict[str, tuple[SampledToken, ...]]: ...
+
+    def release(self, request_id: str) -> None: ...
+
+
+class Drafter(Protocol):
+    """What guesses output tokens: see draft_ngram and draft_model."""
+
+    name: str
+    needs_slots: bool
+
+    def propose(self, wanted: Sequence[tuple[Request, int]]) -> list[tuple[int, ...]]: ...
 
     def release(self, request_id: str) -> None: ...
 
@@ -56,7 +70,7 @@ class LaunchedStep:
 class ModelRunner:
     """A loaded model, ready to execute plans. Use it from one thread.
 
-    `info` says what was loaded, `tokenizer` is the bundle that the gateway fetches.
+    `info` says what was loaded, `tokenizer` is the bundle that the gateway fetches, `drafter` speculates, if set.
     """
 
     def __init__(
@@ -66,11 +80,13 @@ class ModelRunner:
         info: ModelInfo,
         tokenizer: TokenizerBundle,
         max_num_seqs: int,
+        drafter: Drafter | None = None,
     ) -> None:
         assert model.kv.num_blocks == info.num_blocks
         assert model.kv.block_size == info.block_size
         self.info = info
         self.tokenizer = tokenizer
+        self.drafter = drafter
         self._model = model
         self._sampler = sampler
         self._num_embeddings = model.module.get_input_embeddings().weight.shape[0]
@@ -91,20 +107,25 @@ class ModelRunner:
         kv = self._model.kv
         if kv.has_polluted_blocks:
             kv.scrub([block for segment in segments for block in fresh_blocks(segment, kv.block_size)])
-        self._sampler.prepare(segment.request for segment in segments)
+        self._sampler.prepare(segments)
         batch = pack(segments, self._tables, self._model.device)
-        rows = [index for index, segment in enumerate(segments) if segment.sample]
+        sampling = [index for index, segment in enumerate(segments) if segment.sample]
         scored = [index for index, segment in enumerate(segments) if segment.scored]
-        keep = [batch.last_index[index] for index in rows]
+        keep: list[int] = []
+        for index in sampling:  # the last token's position, and with drafts those before it
+            last = batch.last_index[index]
+            keep += range(last - segments[index].num_drafts, last + 1)
+        num_rows = len(keep)
         for index in scored:
             segment = segments[index]
             keep += [batch.last_index[index] - (segment.end - 1 - position) for position in segment.scored]
         logits = self._model.forward(batch, keep)
         if logits is None:
             return StepResult({}, failed)
-        scores, unscored = score_prompts(logits[len(rows) :], [segments[index] for index in scored])
-        sampled, unsound = self._sampler.sample(logits[: len(rows)], [segments[index] for index in rows])
-        return StepResult(sampled, {**failed, **unsound, **unscored}, self._sampler.completed, scores)
+        scores, unscored = score_prompts(logits[num_rows:], [segments[index] for index in scored])
+        sampled, unsound = self._sampler.sample(logits[:num_rows], [segments[index] for index in sampling])
+        failed = {**failed, **unsound, **unscored}
+        return StepResult(sampled, failed, self._sampler.completed, scores, self._sampler.following)
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:

@@ -13,11 +13,12 @@ logit fails alone: the batch goes on, and the request gets one sentence.
 What a request needs remembered between steps (its seed, the tokens its penalties count) lives here under its id, from
 the first sampled token until `release`. It follows `request.output_ids`, which survive preemption, so a resumed request
 goes on where it was. A draw depends on (seed, number of output tokens) alone, never on the batch: see sampler_draw.
+So speculated tokens are verified by drawing (sampler_rows): each place draws what it would draw without them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,8 +27,10 @@ from torch import Tensor
 
 from engine_worker.core.types import Request, SampledToken, SamplingParams, Segment
 from engine_worker.model.errors import GrammarFailed
+from engine_worker.model.logprobs import with_logprobs
 from engine_worker.model.sampler_draw import Draw, draw_tokens, new_key, seeded_key
 from engine_worker.model.sampler_logits import BadWords, Edits, TokenHistory, outside_of
+from engine_worker.model.sampler_rows import Row, Rows, rows_of
 
 if TYPE_CHECKING:  # needs llguidance, which an engine without structured output can do without
     from engine_worker.model.token_masks import TokenMasks
@@ -52,7 +55,7 @@ class _RequestState:
 
 
 class Sampler:
-    """Samples one token for each row of logits.
+    """Samples a token for each segment, and more of them where drafts were right.
 
     `vocab_size` is the width of the logits. `eos_token_ids` are what min_tokens forbids, with the request's own stop
     ids. Without `masks`, requests with a grammar fail. Logits may live on any device; what comes back is plain Python.
@@ -71,37 +74,57 @@ class Sampler:
         self._masks = masks
         self._states: dict[str, _RequestState] = {}
         self._completed: set[str] = set()
+        self._following: dict[str, tuple[SampledToken, ...]] = {}
         self._buffer: Tensor | None = None
 
-    def prepare(self, requests: Iterable[Request]) -> None:
-        """Begin, beside the model's work, what sampling these requests in this step or a later one will need."""
+    def prepare(self, segments: Iterable[Segment]) -> None:
+        """Begin, beside the model's work, what sampling these segments in this step or a later one will need."""
         if self._masks is not None:
-            self._masks.prepare(requests)
+            self._masks.prepare(segments)
 
     def sample(self, logits: Tensor, segments: Sequence[Segment]) -> tuple[dict[str, SampledToken], dict[str, str]]:
-        """One token for each segment. logits: [R, V] float32, row i for segments[i]; they are not changed.
+        """One token for each segment. logits: [R, V] float32, segment.num_rows rows for each in order; not changed.
 
-        Returns the tokens by request id, and a sentence by request id for each row that failed.
+        Returns the tokens by request id, and a sentence by request id for each that failed. `following` has the tokens
+        that come behind these where drafts were right, `completed` who is at the end of a grammar.
         """
-        assert logits.shape == (len(segments), self.vocab_size), (logits.shape, len(segments), self.vocab_size)
+        groups = rows_of(segments)
+        assert logits.shape == (sum(len(g.rows) for g in groups), self.vocab_size), (logits.shape, self.vocab_size)
+        self._completed.clear()
+        self._following = {}
         if not segments:
             return {}, {}
-        requests = [segment.request for segment in segments]
         failed: dict[str, str] = {}
         best, ids = logits.max(dim=-1)  # [R], [R]: greedy's answer, and NaN or inf wherever a row is not sound
         sound = torch.isfinite(best).tolist()
-        rows = []
-        for row, request in enumerate(requests):
-            problem = UNSOUND if not sound[row] else self._admit(request)
+        for group in groups:
+            request_id = group.request.request_id
+            group.num_usable = next((row.number for row in group.rows if not sound[row.index]), group.num_usable)
+            problem = self._admit(group.request) if group.num_usable else UNSOUND
             if problem:
-                failed[request.request_id] = problem
-            else:
-                rows.append(row)
+                failed[request_id] = problem
         chosen = ids.tolist()
-        self._completed.clear()
-        self._choose(logits, requests, rows, chosen, failed)
-        rows = [row for row in rows if requests[row].request_id not in failed]
-        return self._results(logits, requests, rows, chosen), failed
+        self._choose_special(
+            logits, [group for group in groups if group.request.request_id not in failed], chosen, failed
+        )
+        verified = [group.verified(chosen) for group in groups if group.request.request_id not in failed]
+        self._accept(verified, chosen, failed)
+        return self._results(
+            logits, [rows for rows in verified if rows[0].request.request_id not in failed], chosen
+        ), failed
+
+    def propose(self, logits: Tensor, rows: Sequence[Row]) -> list[int]:
+        """What each row would bring, were these the model's logits: a draft model's guesses at what `sample` will say.
+
+        Rows draw with the noise that `sample` will use in their place, so that two like distributions mostly agree. A
+        grammar's masks are left out: a guess that breaks the grammar is refused later.
+        """
+        best, ids = logits.max(dim=-1)
+        chosen, sound = ids.tolist(), torch.isfinite(best).tolist()
+        special = [row for row in rows if sound[row.index] and self._admit(row.request) is None]
+        special = [row for row in special if row.request.request_id in self._states]
+        self._choose(logits, special, chosen, {})
+        return chosen
 
     def noise_key(self, request: Request) -> bytes | None:
         """What seeds the draws of a request that runs ahead (core/ahead.py); None where it takes the likeliest."""
@@ -119,6 +142,11 @@ class Sampler:
     def completed(self) -> frozenset[str]:
         """Of the requests in the last call of `sample`, those whose grammar allows nothing more."""
         return frozenset(self._completed)
+
+    @property
+    def following(self) -> dict[str, tuple[SampledToken, ...]]:
+        """Of the requests in the last call of `sample` with drafts that were right, the tokens behind the first."""
+        return self._following
 
     @property
     def num_states(self) -> int:
@@ -173,32 +201,37 @@ class Sampler:
 
     # ---- the batch
 
-    def _choose(
-        self, logits: Tensor, requests: list[Request], rows: list[int], chosen: list[int], failed: dict[str, str]
-    ) -> None:
+    def _choose_special(self, logits: Tensor, groups: list[Rows], chosen: list[int], failed: dict[str, str]) -> None:
         """Overwrite `chosen` for every row that plain argmax does not answer."""
-        special = [row for row in rows if requests[row].request_id in self._states]
-        masks = self._take_masks([requests[row] for row in special], failed)
-        special = [row for row in special if requests[row].request_id not in failed]
-        if not special:
-            return
-        work = self._copy(logits, special)  # [S, V]: the raw ones are for logprobs
-        self._edit(work, [requests[row] for row in special], masks)
+        special = [group for group in groups if group.request.request_id in self._states]
+        masks = self._take_masks(special, failed)
+        special = [group for group in special if group.request.request_id not in failed]
+        empty = self._choose(logits, [row for group in special for row in group.usable], chosen, masks)
+        for group in special if empty else ():
+            group.num_usable = next((row.number for row in group.usable if row.index in empty), group.num_usable)
+            if not group.num_usable:
+                failed[group.request.request_id] = _NOTHING_LEFT
+
+    def _choose(
+        self, logits: Tensor, rows: Sequence[Row], chosen: list[int], masks: Mapping[str, Sequence[Tensor]]
+    ) -> set[int]:
+        """Choose a token for each of these rows of the logits, all of requests with a state. Returns those without."""
+        if not rows:
+            return set()
+        work = self._copy(logits, [row.index for row in rows])  # [S, V]: the raw ones are for logprobs
+        self._edit(work, rows, masks)
         best, ids = work.max(dim=-1)
         sound, greedy_ids = torch.isfinite(best).tolist(), ids.tolist()
         draws: list[Draw] = []
-        for i, row in enumerate(special):
-            request = requests[row]
-            chosen[row] = greedy_ids[i]
-            if not sound[i]:
-                failed[request.request_id] = _NOTHING_LEFT
-            elif not _is_greedy(request.params):
-                key = self._states[request.request_id].key
-                draws.append(Draw(index=i, key=key, position=len(request.output_ids), params=request.params))
+        for i, row in enumerate(rows):
+            chosen[row.index] = greedy_ids[i]
+            if sound[i] and not _is_greedy(row.request.params):
+                key = self._states[row.request.request_id].key
+                draws.append(Draw(index=i, key=key, position=len(row.output_ids), params=row.request.params))
         if draws:
             for draw, token_id in zip(draws, draw_tokens(work, best, draws), strict=True):
-                chosen[special[draw.index]] = token_id
-        self._accept(requests, [row for row in special if requests[row].request_id in masks], chosen, failed)
+                chosen[rows[draw.index].index] = token_id
+        return {row.index for i, row in enumerate(rows) if not sound[i]}
 
     def _copy(self, logits: Tensor, rows: list[int]) -> Tensor:
         """These rows of the logits, on a CPU in a buffer that is kept: fresh memory costs more than the copy."""
@@ -209,84 +242,78 @@ class Sampler:
             self._buffer = torch.empty(len(rows), self.vocab_size)
         return torch.index_select(logits, 0, index, out=self._buffer[: len(rows)])
 
-    def _take_masks(self, requests: list[Request], failed: dict[str, str]) -> dict[str, Tensor]:
-        """Masks [V] of the requests with a grammar, to add to their logits."""
-        masks: dict[str, Tensor] = {}
+    def _take_masks(self, groups: Sequence[Rows], failed: dict[str, str]) -> dict[str, list[Tensor]]:
+        """Masks [V] of the requests with a grammar, one a row. Drafts end where they break it."""
+        masks: dict[str, list[Tensor]] = {}
         if self._masks is None:
             return masks
-        constrained = [request for request in requests if request.params.grammar]
-        self._masks.prepare(constrained)
-        for request in constrained:
+        constrained = [group for group in groups if group.request.params.grammar]
+        self._masks.prepare([group.segment for group in constrained])
+        for group in constrained:
             try:
-                masks[request.request_id] = self._masks.take(request)
+                masks[group.request.request_id] = found = self._masks.take(group.request)
+                group.num_usable = min(group.num_usable, len(found))
             except GrammarFailed as error:
-                failed[request.request_id] = str(error)
+                failed[group.request.request_id] = str(error)
         return masks
 
-    def _accept(self, requests: list[Request], rows: list[int], chosen: list[int], failed: dict[str, str]) -> None:
+    def _accept(self, verified: Sequence[tuple[Row, ...]], chosen: list[int], failed: dict[str, str]) -> None:
         """Tell the grammars what was chosen."""
-        for row in rows:
-            request = requests[row]
-            if request.request_id in failed:
+        for rows in verified:
+            request = rows[0].request
+            if not request.params.grammar:
                 continue
             assert self._masks is not None
             try:
-                if self._masks.accept(request, chosen[row]):
+                if self._masks.accept(request, [chosen[row.index] for row in rows]):
                     self._completed.add(request.request_id)
             except GrammarFailed as error:
                 failed[request.request_id] = str(error)
 
-    def _edit(self, work: Tensor, requests: list[Request], masks: dict[str, Tensor]) -> None:
+    def _edit(self, work: Tensor, rows: Sequence[Row], masks: Mapping[str, Sequence[Tensor]]) -> None:
         """Penalties, then logit_bias, then the masks, in place on work [S, V]."""
         edits = Edits(work)
-        for index, request in enumerate(requests):
+        for index, row in enumerate(rows):
+            request, num_output = row.request, len(row.output_ids)
             state = self._states[request.request_id]
             if state.history is not None:
                 state.history.follow(request.prompt_ids, request.output_ids)
-                edits.penalize(index, state.history)
+                edits.penalize(index, state.history.ahead(row.output_ids[len(request.output_ids) :]))
             if state.bias is not None:
                 edits.add(index, *state.bias)
             if state.forbidden is not None:
                 if len(request.output_ids) >= request.params.min_tokens:
                     state.forbidden = None
-                elif not (request.request_id in masks and self._is_over(request)):
+                elif num_output < request.params.min_tokens and not self._is_over(row, masks):
                     edits.forbid(index, state.forbidden)
             if state.bad_words is not None:
-                edits.forbid(index, state.bad_words.next_ids(request.output_ids))
-            mask = masks.get(request.request_id, state.disallowed)
+                edits.forbid(index, state.bad_words.next_ids(row.output_ids))
+            found = masks.get(request.request_id)
+            mask = state.disallowed if found is None else found[row.number]
             if mask is not None:
                 edits.mask(index, mask)
         edits.apply()
 
-    def _is_over(self, request: Request) -> bool:
+    def _is_over(self, row: Row, masks: Mapping[str, Sequence[Tensor]]) -> bool:
         """A complete grammar ends the output even below min_tokens: there is nothing else to say."""
-        return self._masks is not None and self._masks.is_over(request)
+        return (
+            self._masks is not None and row.request.request_id in masks and self._masks.is_over(row.request, row.number)
+        )
 
     def _results(
-        self, logits: Tensor, requests: list[Request], rows: list[int], chosen: list[int]
+        self, logits: Tensor, verified: Sequence[tuple[Row, ...]], chosen: list[int]
     ) -> dict[str, SampledToken]:
-        results = {requests[row].request_id: SampledToken(chosen[row]) for row in rows}
-        wanted = [row for row in rows if requests[row].params.num_logprobs is not None]
+        tokens = {row.index: SampledToken(chosen[row.index]) for rows in verified for row in rows}
+        wanted = [row for rows in verified for row in rows if row.request.params.num_logprobs is not None]
         if wanted:
-            counts = [requests[row].params.num_logprobs or 0 for row in wanted]
-            raw = logits if len(wanted) == len(requests) else logits[torch.tensor(wanted, device=logits.device)]
-            tokens = with_logprobs(raw, [chosen[row] for row in wanted], counts)
-            results.update((requests[row].request_id, token) for row, token in zip(wanted, tokens, strict=True))
-        return results
-
-
-def with_logprobs(logits: Tensor, chosen: Sequence[int], num_logprobs: Sequence[int]) -> list[SampledToken]:
-    """The chosen tokens with logprobs under log-softmax of the raw logits [R, V], and each row's k likeliest tokens."""
-    ids = torch.tensor(chosen, device=logits.device)[:, None]  # [R, 1]
-    norm = logits.logsumexp(dim=-1, keepdim=True)  # [R, 1]
-    own = (logits.gather(1, ids) - norm).flatten().tolist()
-    k = min(max(num_logprobs), logits.shape[1])
-    top, top_ids = logits.topk(k, dim=-1)  # [R, k], likeliest first
-    top_values, top_tokens = (top - norm).tolist(), top_ids.tolist()
-    return [
-        SampledToken(chosen[row], own[row], tuple(zip(top_tokens[row][:count], top_values[row][:count], strict=True)))
-        for row, count in enumerate(num_logprobs)
-    ]
+            counts = [row.request.params.num_logprobs or 0 for row in wanted]
+            index = [row.index for row in wanted]
+            raw = logits if len(wanted) == len(logits) else logits[torch.tensor(index, device=logits.device)]
+            tokens.update(zip(index, with_logprobs(raw, [chosen[i] for i in index], counts), strict=True))
+        for rows in verified:
+            if len(rows) > 1:
+                self._following[rows[0].request.request_id] = tuple(tokens[row.index] for row in rows[1:])
+        return {rows[0].request.request_id: tokens[rows[0].index] for rows in verified}
 
 
 def _is_greedy(params: SamplingParams) -> bool:

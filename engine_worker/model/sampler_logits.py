@@ -11,11 +11,21 @@ whole batch and applied with one gather and one scatter, whatever the number of 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from engine_worker.core.types import SamplingParams
+
+
+@dataclass(frozen=True, slots=True)
+class TokenCounts:
+    """Distinct tokens and how often each was put out, for these penalties."""
+
+    params: SamplingParams
+    ids: Tensor
+    counts: Tensor
 
 
 class TokenHistory:
@@ -57,6 +67,17 @@ class TokenHistory:
                 slot = self._slot(token_id)  # first: it may put larger buffers in place
                 self._counts[slot] += 1
             self._num_output = len(output_ids)
+
+    def ahead(self, more_ids: Sequence[int]) -> TokenCounts:
+        """The counts as they would be with `more_ids` behind the output, which stays as it is."""
+        if not more_ids:
+            return TokenCounts(self.params, self.ids, self.counts)
+        new = [token_id for token_id in dict.fromkeys(more_ids) if token_id not in self._slots]
+        slots = {token_id: len(self._slots) + i for i, token_id in enumerate(new)}
+        counts = torch.cat([self.counts, torch.zeros(len(new))])
+        for token_id in more_ids:
+            counts[slots[token_id] if token_id in slots else self._slots[token_id]] += 1
+        return TokenCounts(self.params, torch.cat([self.ids, torch.tensor(new, dtype=torch.int64)]), counts)
 
     def _slot(self, token_id: int) -> int:
         slot = self._slots.get(token_id)
@@ -101,12 +122,12 @@ class Edits:
 
     def __init__(self, logits: Tensor) -> None:
         self._logits = logits
-        self._penalties: list[tuple[int, TokenHistory]] = []
+        self._penalties: list[tuple[int, TokenCounts]] = []
         self._biases: list[tuple[int, Tensor, Tensor]] = []
         self._forbidden: list[tuple[int, Tensor]] = []
         self._masks: list[tuple[int, Tensor]] = []
 
-    def penalize(self, row: int, history: TokenHistory) -> None:
+    def penalize(self, row: int, history: TokenCounts) -> None:
         if len(history.ids):
             self._penalties.append((row, history))
 

@@ -7,7 +7,8 @@ lock); the sampler finds it ready. A mask is a row of 0 and -inf to add to the l
 time of filling by booleans.
 
 A matcher follows `request.output_ids`, whatever happened to the request in between. Preempted and resumed, it stands
-where it stood. Where output was taken back (a speculated token that was refused) it rolls back to the common beginning.
+where it stood. With speculation it runs ahead: one job makes the mask behind the output and one behind each speculated
+token, up to the first that the grammar forbids. Where these were refused it rolls back to the common beginning.
 
 The matcher's first sight of a grammar costs from below a millisecond to some ten; compiled grammars are kept and copied
 for the next request, a copy costs microseconds. What a grammar may cost is bounded (config.GRAMMAR_LIMITS and
@@ -29,7 +30,7 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from torch import Tensor
 
 from engine_worker.config import GRAMMAR_LIMITS
-from engine_worker.core.types import Request
+from engine_worker.core.types import Request, Segment
 from engine_worker.model.errors import GrammarFailed
 
 MAX_COMPILED = 128  # grammars kept for the next request that brings them
@@ -42,18 +43,18 @@ class _State:
     """One request's matcher and the mask being made for it. `matcher` is touched by one thread at a time: the worker's
     until `mask` is done, then the engine's.
 
-    consumed  the output tokens that the matcher has seen
-    mask_for  the output tokens that `mask` stands behind
-    is_over   nothing but the end may come
+    consumed   the output and speculated tokens that the matcher has seen
+    masks_for  the output tokens that `masks` begin behind, and the speculated ones that they follow
+    is_over    for each mask: nothing but the end may come
     """
 
     def __init__(self, allowed: Bits | None) -> None:
         self.matcher: LLMatcher | None = None
         self.consumed: list[int] = []
-        self.mask_for: list[int] = []
-        self.mask: Future[Tensor] | None = None  # gives [V] float32
-        self.floats: Tensor | None = None
-        self.is_over = False
+        self.masks_for: tuple[list[int], tuple[int, ...]] = ([], ())
+        self.masks: Future[list[Tensor]] | None = None  # gives [V] float32, each
+        self.floats: list[Tensor] = []
+        self.is_over: list[bool] = []
         self.allowed = allowed  # or None for all
 
 
@@ -83,38 +84,43 @@ class TokenMasks:
         self._states: dict[str, _State] = {}
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="token-masks")
 
-    def prepare(self, requests: Iterable[Request]) -> None:
-        """Have the masks of those that need one made, unless they are. Returns at once."""
-        for request in requests:
+    def prepare(self, segments: Iterable[Segment]) -> None:
+        """Have the masks of those that need some made, unless they are. Returns at once."""
+        for segment in segments:
+            request, drafts = segment.request, segment.draft_ids
             if not request.params.grammar:
                 continue
             state = self._states.get(request.request_id)
             if state is None:
                 state = self._states[request.request_id] = _State(_allowed(request, self._vocab_size))
-            if state.mask is None or state.mask_for != request.output_ids:
-                self._submit(state, request, list(request.output_ids))
+            behind, followed = state.masks_for
+            if state.masks is None or behind != request.output_ids:
+                self._submit(state, request, list(request.output_ids), drafts)
+            elif followed != drafts:
+                self._submit(state, request, behind, drafts, None if followed else state.masks)
 
-    def take(self, request: Request) -> Tensor:
-        """[V] float32 to add to the logits: -inf for what may not come next. Waits for it. Raises GrammarFailed."""
+    def take(self, request: Request) -> list[Tensor]:
+        """Masks [V] float32 to add to logits: -inf for what may not come next. Waits for them. Raises GrammarFailed.
+
+        The first stands behind the output, the others behind one speculated token more each, as far as these may come.
+        """
         state = self._states[request.request_id]
-        assert state.mask is not None, "take before prepare"
-        return state.mask.result()
+        assert state.masks is not None, "take before prepare"
+        return state.masks.result()
 
-    def is_over(self, request: Request) -> bool:
-        """Whether the mask that `take` gave allows nothing but the end."""
-        return self._states[request.request_id].is_over
+    def is_over(self, request: Request, number: int = 0) -> bool:
+        """Whether this one of the masks that `take` gave allows nothing but the end."""
+        return self._states[request.request_id].is_over[number]
 
-    def accept(self, request: Request, token_id: int) -> bool:
-        """The token was sampled under the mask. Begins the next mask. True if nothing may follow the token."""
-        state = self._states[request.request_id]
+    def accept(self, request: Request, token_ids: Sequence[int]) -> bool:
+        """These tokens were sampled under the masks. Begins the next one. True if nothing may follow the last token."""
+        state, output_ids = self._states[request.request_id], request.output_ids
         assert state.matcher is not None
-        assert state.consumed == request.output_ids, "the matcher has lost its request"
-        state.mask = None
-        if token_id in self._eos:
-            return state.is_over
-        if not state.matcher.consume_token(token_id):
-            _check(state.matcher)
-        state.consumed.append(token_id)
+        assert state.consumed[: len(output_ids)] == output_ids, "the matcher has lost its request"
+        state.masks = None
+        if token_ids[-1] in self._eos:
+            return state.is_over[len(token_ids) - 1]
+        _follow(state, [*output_ids, *token_ids])
         if state.matcher.is_stopped():
             _check(state.matcher)
             return True
@@ -135,17 +141,37 @@ class TokenMasks:
 
     # -- in the thread
 
-    def _submit(self, state: _State, request: Request, output_ids: list[int]) -> None:
+    def _submit(
+        self,
+        state: _State,
+        request: Request,
+        output_ids: list[int],
+        drafts: tuple[int, ...] = (),
+        first: Future[list[Tensor]] | None = None,
+    ) -> None:
+        """Have the masks made behind `output_ids` and behind each draft. `first` gives the former, where it is made."""
         params = request.params
 
-        def job() -> Tensor:
+        def job() -> list[Tensor]:
             if state.matcher is None:
                 state.matcher = self._matcher(params.grammar)
+            masks = first.result() if first is not None else []
             _follow(state, output_ids)
-            return self._mask(state, params.ignore_eos)
+            if not masks:
+                state.is_over.clear()
+                masks = [self._mask(state, params.ignore_eos, 0)]
+            for draft_id in drafts:
+                if draft_id in self._tokenizer.eos_tokens or not state.matcher.validate_tokens([draft_id]):
+                    break
+                state.matcher.consume_token(draft_id)
+                state.consumed.append(draft_id)
+                if state.matcher.is_stopped():
+                    break
+                masks.append(self._mask(state, params.ignore_eos, len(masks)))
+            return masks
 
-        state.mask_for = output_ids
-        state.mask = self._thread.submit(job)  # one thread: behind this request's earlier ones
+        state.masks_for = (output_ids, drafts)
+        state.masks = self._thread.submit(job)  # one thread: behind this request's earlier ones
 
     def _matcher(self, grammar: str) -> LLMatcher:
         compiled = self._compiled.get(grammar)
@@ -160,7 +186,7 @@ class TokenMasks:
             self._compiled.move_to_end(grammar)
         return compiled.deep_copy()
 
-    def _mask(self, state: _State, ignore_eos: bool) -> Tensor:
+    def _mask(self, state: _State, ignore_eos: bool, number: int) -> Tensor:
         assert state.matcher is not None
         known = np.frombuffer(state.matcher.compute_bitmask(), dtype=np.uint8)
         _check(state.matcher)
@@ -170,14 +196,14 @@ class TokenMasks:
         if state.allowed is not None:
             bits &= state.allowed
         _clear(bits, ends)
-        state.is_over = not bits.any()
-        if state.is_over or (self._eos and not ignore_eos):
+        state.is_over.append(not bits.any())
+        if state.is_over[number] or (self._eos and not ignore_eos):
             _set(bits, ends)
-        if state.floats is None:  # one buffer, used again: the engine has added the last mask before the next is made
-            state.floats = torch.empty(len(bits), 8, device=self._floats.device)
+        if number == len(state.floats):  # buffers are used again: the engine has added the last masks by then
+            state.floats.append(torch.empty(len(bits), 8, device=self._floats.device))
         index = torch.from_numpy(bits).to(self._floats.device).int()
-        torch.index_select(self._floats, 0, index, out=state.floats)
-        return state.floats.view(-1)[: self._vocab_size]
+        torch.index_select(self._floats, 0, index, out=state.floats[number])
+        return state.floats[number].view(-1)[: self._vocab_size]
 
 
 def _floats_of_bytes() -> Tensor:

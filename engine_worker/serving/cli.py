@@ -61,6 +61,12 @@ def parser() -> argparse.ArgumentParser:
         default="auto",
         help="plan the next step while one runs (default: with CUDA)",
     )
+    add("--speculative", default="", metavar="HOW", help='guess output tokens: "ngram", or a draft model (default: no)')
+    add("--num-speculative-tokens", type=_positive, default=8, metavar="N", help="most guesses (default %(default)s)")
+    add(
+        "--ngram-min", type=_positive, default=2, metavar="N", help="shortest text end to look up (default %(default)s)"
+    )
+    add("--ngram-max", type=_positive, default=4, metavar="N", help="longest text end to look up (default %(default)s)")
     add("--threads", type=_positive, metavar="N", help="torch threads (default: this worker's share of the cores)")
     add("--no-prefix-caching", action="store_true", help="compute every prompt from its start")
     add("--kv-events-port", type=_events_port, default=0, metavar="PORT", help='0: any free port; "off": none')
@@ -73,7 +79,10 @@ def parser() -> argparse.ArgumentParser:
 
 def main(argv: list[str] | None = None, *, loader: str = LOADER, check_invariants: bool = False) -> int:
     """Gives the exit code. `loader` names the function that makes the engine's runner; tests put another there."""
-    args = parser().parse_args(argv)
+    options = parser()
+    args = options.parse_args(argv)
+    if args.ngram_min > args.ngram_max:
+        options.error(f"--ngram-min {args.ngram_min} is above --ngram-max {args.ngram_max}; make it no larger")
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     logging.getLogger("uvicorn").setLevel(logging.WARNING)
     try:
@@ -115,6 +124,10 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         attention_backend=args.attention_backend,
         quantization=args.quantization,
         async_scheduling=args.async_scheduling,
+        speculative=args.speculative,
+        num_speculative_tokens=args.num_speculative_tokens,
+        ngram_min=args.ngram_min,
+        ngram_max=args.ngram_max,
         num_threads=args.threads,
         seed=args.seed,
         trust_remote_code=args.trust_remote_code,

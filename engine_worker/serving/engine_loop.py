@@ -24,6 +24,7 @@ from engine_worker.core.events import KVEvent
 from engine_worker.core.scheduler import RequestTooLarge, Scheduler
 from engine_worker.core.types import FinishReason, Request, RequestStatus, RequestUpdate, StepPlan, StepResult
 from engine_worker.serving.messages import Add, Cancel, FromEngine, Sequence, Shutdown, Stats, Step, ToEngine, Update
+from engine_worker.serving.speculate import Speculator
 
 MAX_FAILED_STEPS = 3
 _IDLE_POLL_MS = 1000
@@ -83,8 +84,11 @@ class EngineLoop:
         publisher: Publisher | None,
         check_invariants: bool = False,
         launcher: LaunchingRunner | None = None,
+        speculator: Speculator | None = None,
     ) -> None:
-        """With `launcher`, which is then `runner` itself, steps are scheduled asynchronously."""
+        """With `launcher`, which is then `runner` itself, steps are scheduled asynchronously; without `speculator`."""
+        assert launcher is None or speculator is None
+        self._speculator = speculator
         self._scheduler = scheduler
         self._runner = runner
         self._launcher = launcher
@@ -139,6 +143,8 @@ class EngineLoop:
         return None
 
     def _step(self) -> tuple[list[Update], int]:
+        if self._speculator is not None:
+            return self._speculative_step(self._speculator)
         if self._launcher is None:
             plan = self._scheduler.plan(time.monotonic())
             result = self._execute(plan, lambda: self._runner.execute(plan))
@@ -149,6 +155,16 @@ class EngineLoop:
             result = self._execute(plan, launched.result)
         updates = [self._update(update) for update in self._scheduler.commit(plan, result)]
         return updates, plan.num_tokens
+
+    def _speculative_step(self, speculator: Speculator) -> tuple[list[Update], int]:
+        speculator.before_plan()
+        plan = self._scheduler.plan(time.monotonic())
+        begin = time.perf_counter()
+        result = self._execute(plan, lambda: self._runner.execute(plan))
+        speculator.before_commit(plan, time.perf_counter() - begin)
+        committed = self._scheduler.commit(plan, result)
+        speculator.after_commit()
+        return [self._update(update) for update in committed], plan.num_tokens
 
     def _launch(self, plan: StepPlan, launcher: LaunchingRunner) -> tuple[StepPlan, Launched]:
         try:
@@ -194,11 +210,15 @@ class EngineLoop:
             prefill_s=prefill_s,
             is_complete=update.is_complete,
             prompt_logprobs=update.prompt_logprobs,
+            num_draft_tokens=update.num_draft_tokens,
+            num_accepted_tokens=update.num_accepted_tokens,
         )
 
     def _forget(self, request_id: str) -> None:
         self._untouched.pop(request_id, None)
         self._runner.release(request_id)
+        if self._speculator is not None:
+            self._speculator.release(request_id)
 
     def _tell(self, updates: list[Update], num_tokens: int) -> None:
         events = self._scheduler.take_events()
@@ -221,4 +241,8 @@ class EngineLoop:
             num_cached_blocks=stats.num_cached_blocks,
             prefix_cache_queries=stats.prefix_cache_queries,
             prefix_cache_hits=stats.prefix_cache_hits,
+            num_drafts=stats.num_drafts,
+            num_draft_tokens=stats.num_draft_tokens,
+            num_accepted_tokens=stats.num_accepted_tokens,
+            is_speculating=self._speculator is not None and self._speculator.is_on,
         )

@@ -44,6 +44,7 @@ from engine_worker.serving.messages import (
     decode_to_engine,
     encode,
 )
+from engine_worker.serving.speculate import Speculator
 
 logger = logging.getLogger("warmgate.engine")
 
@@ -151,8 +152,18 @@ def _serve(order: StartOrder, pipes: Pipes) -> int:
     gc.freeze()  # the model stays; collections need not walk over it
     endpoints = (publisher.endpoint, publisher.replay_endpoint) if publisher else ("", "")
     pipes.send(Ready(runner.info, runner.tokenizer, *endpoints))
+    drafter = getattr(runner, "drafter", None)
+    speculator = Speculator(scheduler, drafter, order.config.num_speculative_tokens) if drafter is not None else None
     loop = EngineLoop(
-        scheduler, runner, pipes, pipes.send, publisher, order.check_invariants, _launcher(order.config, runner)
+        scheduler,
+        runner,
+        pipes,
+        pipes.send,
+        publisher,
+        order.check_invariants,
+        # Guesses go on from the last step's tokens, so with them a step can't be planned before these are known.
+        None if speculator else _launcher(order.config, runner),
+        speculator,
     )
     try:
         loop.run(lambda: stop.is_set)

@@ -44,6 +44,7 @@ class Generation:
         self._echoed: dict[int, int] = {}  # sequence -> characters of its prompt, which its answer began with
         self.texts = [self._text(prepared, tokens, p) for p in range(len(prepared.prompts)) for _ in range(prepared.n)]
         self._cached: dict[int, int] = {}  # prompt -> tokens that its first choice found in the cache
+        self._drafts: dict[int, tuple[int, int]] = {}  # sequence -> speculated tokens, and accepted ones
         self._num_unfinished = len(self.texts)
 
     @staticmethod
@@ -73,6 +74,7 @@ class Generation:
             if update.finish_reason is FinishReason.ABORT:
                 raise ApiError(503, "The engine dropped this request.", retry_after_s=1)
             self._note_cached(index, update)
+            self._drafts[index] = (update.num_draft_tokens, update.num_accepted_tokens)
             self._scores.setdefault(index // self._prepared.n, []).extend(update.prompt_logprobs)
             if update.token is None and update.finish_reason is None:
                 continue  # part of the prompt was scored
@@ -123,6 +125,8 @@ class Generation:
             prompt_tokens=sum(len(prompt) for prompt in self._prepared.prompts),
             completion_tokens=sum(text.num_tokens for text in self.texts),
             cached_tokens=sum(self._cached.values()),
+            draft_tokens=sum(drafted for drafted, _ in self._drafts.values()),
+            accepted_tokens=sum(accepted for _, accepted in self._drafts.values()),
         )
 
     def headers(self) -> list[tuple[bytes, bytes]]:

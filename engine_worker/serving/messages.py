@@ -78,7 +78,7 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     """News of one sequence.
 
     error_status  the HTTP status that `error` deserves
-    is_complete, prompt_logprobs
+    is_complete, prompt_logprobs, num_draft_tokens, num_accepted_tokens
                   see core.types.RequestUpdate
     queue_s, prefill_s
                   with the first token only: seconds from arrival to the first step, and from there to the token
@@ -94,10 +94,15 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     prefill_s: float | None = None
     is_complete: bool = False
     prompt_logprobs: tuple[SampledToken, ...] = ()
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
 
 class Stats(msgspec.Struct, frozen=True, array_like=True):
-    """The engine's load after a step. `num_preemptions` and the two prefix cache counts grow over the engine's life."""
+    """The engine's load after a step. Preemptions and the prefix cache's and drafts' counts grow over its life.
+
+    `is_speculating`: speculation is configured, and pays at present.
+    """
 
     num_running: int = 0
     num_waiting: int = 0
@@ -108,6 +113,10 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     num_cached_blocks: int = 0
     prefix_cache_queries: int = 0
     prefix_cache_hits: int = 0
+    num_drafts: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
+    is_speculating: bool = False
 
 
 class Step(msgspec.Struct, frozen=True, array_like=True, tag="step"):

@@ -87,6 +87,9 @@ class WorkerMetrics(Collector):
             num_preemptions=past.num_preemptions + last.num_preemptions,
             prefix_cache_queries=past.prefix_cache_queries + last.prefix_cache_queries,
             prefix_cache_hits=past.prefix_cache_hits + last.prefix_cache_hits,
+            num_drafts=past.num_drafts + last.num_drafts,
+            num_draft_tokens=past.num_draft_tokens + last.num_draft_tokens,
+            num_accepted_tokens=past.num_accepted_tokens + last.num_accepted_tokens,
         )
         self._set_stats(Stats())
 
@@ -117,6 +120,17 @@ class WorkerMetrics(Collector):
                 "prefix_cache_hits",
                 "Prompt tokens found in the prefix cache.",
                 past.prefix_cache_hits + stats.prefix_cache_hits,
+            ),
+            ("spec_decode_num_drafts", "Speculations verified.", past.num_drafts + stats.num_drafts),
+            (
+                "spec_decode_num_draft_tokens",
+                "Speculated tokens verified.",
+                past.num_draft_tokens + stats.num_draft_tokens,
+            ),
+            (
+                "spec_decode_num_accepted_tokens",
+                "Speculated tokens that became output.",
+                past.num_accepted_tokens + stats.num_accepted_tokens,
             ),
         ):
             family = CounterMetricFamily(f"vllm:{name}", text, labels=tuple(self._labels))

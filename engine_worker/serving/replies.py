@@ -34,14 +34,22 @@ class Usage:
     prompt_tokens: int
     completion_tokens: int
     cached_tokens: int
+    draft_tokens: int = 0  # speculated and verified
+    accepted_tokens: int = 0  # of these, what became output
 
     def json(self) -> Json:
-        return {
+        result: Json = {
             "prompt_tokens": self.prompt_tokens,
             "completion_tokens": self.completion_tokens,
             "total_tokens": self.prompt_tokens + self.completion_tokens,
             "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
         }
+        if self.draft_tokens:
+            result["completion_tokens_details"] = {
+                "accepted_prediction_tokens": self.accepted_tokens,
+                "rejected_prediction_tokens": self.draft_tokens - self.accepted_tokens,
+            }
+        return result
 
 
 class Reply(Protocol):

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from engine_worker.config import EngineConfig, ModelInfo
 from engine_worker.contract.errors import ApiError
 from engine_worker.contract.prompt import PromptRenderer
-from engine_worker.contract.state import WorkerState, WorkerStatus
+from engine_worker.contract.state import SpeculationState, WorkerState, WorkerStatus
 from engine_worker.serving.engine_client import EngineClient
 from engine_worker.serving.engine_supervisor import EngineSupervisor
 from engine_worker.serving.generate import Generator
@@ -111,7 +111,21 @@ class Worker:
             num_preemptions=stats.num_preemptions,
             kv_events_endpoint=ready.kv_events_endpoint if ready else "",
             kv_events_replay_endpoint=ready.kv_events_replay_endpoint if ready else "",
+            speculation=self._speculation(),
             detail=self.failure or self.supervisor.detail,
+        )
+
+    def _speculation(self) -> SpeculationState | None:
+        stats = self.client.stats
+        if not self.config.speculative:
+            return None
+        return SpeculationState(
+            method=self.config.speculative,
+            is_active=stats.is_speculating,
+            num_speculative_tokens=self.config.num_speculative_tokens,
+            num_drafts=stats.num_drafts,
+            num_draft_tokens=stats.num_draft_tokens,
+            num_accepted_tokens=stats.num_accepted_tokens,
         )
 
     def _on_ready(self, ready: Ready) -> None:

@@ -8,6 +8,7 @@ wrong table, a stale counter, a block freed in use, or a hit on another request'
 
 from __future__ import annotations
 
+import random
 from collections.abc import Iterable, Sequence, Set
 from dataclasses import dataclass, field
 
@@ -81,7 +82,7 @@ class FakeRunner:
         self.num_computed += plan.num_tokens
         for segment in plan.segments:  # a layer writes all new keys and values before it attends
             self._write(segment)
-        sampled, failed = {}, {}
+        sampled, failed, following = {}, {}, {}
         for segment in plan.segments:
             self._read(segment)
             request = segment.request
@@ -89,16 +90,23 @@ class FakeRunner:
                 failed[request.request_id] = "it failed"
             elif segment.sample:
                 history = [*request.prompt_ids, *request.output_ids]
-                assert segment.end == len(history), "a token is sampled from an old position"
-                sampled[request.request_id] = SampledToken(next_token(history, self.vocab_size))
-        return StepResult(sampled, failed)
+                assert segment.end == len(history) + segment.num_drafts, "a token is sampled from an old position"
+                tokens = [next_token(history, self.vocab_size)]
+                for draft_id in segment.draft_ids:
+                    if tokens[-1] != draft_id:
+                        break
+                    history.append(draft_id)
+                    tokens.append(next_token(history, self.vocab_size))
+                sampled[request.request_id] = SampledToken(tokens[0])
+                following[request.request_id] = tuple(map(SampledToken, tokens[1:]))
+        return StepResult(sampled, failed, following=following)
 
     def _slot(self, segment: Segment, position: int) -> tuple[int, int]:
         return segment.block_ids[position // self.block_size], position % self.block_size
 
     def _expected(self, segment: Segment) -> list[tuple[int, int, Digest]]:
         request = segment.request
-        history = [*request.prompt_ids, *request.output_ids][: segment.end]
+        history = [*request.prompt_ids, *request.output_ids, *segment.draft_ids][: segment.end]
         return list(zip(history, range(segment.end), digests(request.salt, history), strict=True))
 
     def _write(self, segment: Segment) -> None:
@@ -156,6 +164,7 @@ class Driver:
     ends: dict[str, FinishReason] = field(default_factory=dict)
     first_starts: dict[str, int] = field(default_factory=dict)  # where each request's very first segment began
     now: float = 0.0
+    guesses: random.Random | None = None  # speculate before every step: true continuations, some of them spoilt
 
     def add(self, *requests: Request) -> None:
         for request in requests:
@@ -174,6 +183,8 @@ class Driver:
     def step(self, cancel_meanwhile: Iterable[str] = ()) -> StepPlan:
         """Plan, run, cancel some, commit."""
         self.now += 1.0
+        if self.guesses is not None:
+            self._speculate(self.guesses)
         plan = self.scheduler.plan(self.now)
         self.check()
         assert plan.num_tokens <= self.scheduler.config.max_num_batched_tokens
@@ -186,6 +197,17 @@ class Driver:
             self._note(update)
         self.check()
         return plan
+
+    def _speculate(self, rng: random.Random) -> None:
+        for request, room in self.scheduler.can_speculate(rng.choice([1, 3, 9])):
+            history, drafts = [*request.prompt_ids, *request.output_ids], []
+            for _ in range(rng.randint(0, room)):
+                token_id = next_token(history, self.runner.vocab_size)
+                drafts.append(token_id if rng.random() < 0.8 else rng.randrange(self.runner.vocab_size))
+                history.append(drafts[-1])
+            if drafts:
+                self.scheduler.speculate(request, tuple(drafts))
+                self.check()
 
     def run(self, most_steps: int = 10_000) -> list[StepPlan]:
         plans: list[StepPlan] = []

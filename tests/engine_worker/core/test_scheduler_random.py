@@ -32,9 +32,11 @@ class CoreMachine(RuleBasedStateMachine):
         max_num_batched_tokens=st.sampled_from([1, 2, 5, 16, 1000]),
         max_model_len=st.integers(6, 60),
         enable_prefix_caching=st.sampled_from([True, True, True, False]),
+        guesses=st.none() | st.integers(0, 1000).map(random.Random),
     )
-    def start(self, **limits: int) -> None:
+    def start(self, guesses: random.Random | None, **limits: int) -> None:
         self.driver = make_driver(**limits, eos=frozenset({0}))  # type: ignore[arg-type]
+        self.driver.guesses = guesses
         self.driver.runner.vocab_size = VOCAB
         self.num_made = 0
 
@@ -137,10 +139,11 @@ TestCoreAtRandom = CoreMachine.TestCase
 TestCoreWithCollidingHashes = WeakHashMachine.TestCase
 
 
-def crowd(seed: int, num_blocks: int, block_size: int, max_num_batched_tokens: int) -> Driver:
+def crowd(seed: int, num_blocks: int, block_size: int, max_num_batched_tokens: int, guess: bool = False) -> Driver:
     """Conversations that share prefixes, grow long, and don't fit together; some are cancelled in a step."""
     rng = random.Random(seed)
     driver = make_driver(num_blocks, block_size, max_num_batched_tokens=max_num_batched_tokens)
+    driver.guesses = random.Random(seed) if guess else None
     capacity = num_blocks * block_size
     for i in range(30):
         history = [rng.randrange(VOCAB) for _ in range(rng.randint(1, capacity // 3))]
@@ -162,3 +165,13 @@ def test_crowds_that_force_preemption_get_their_solo_tokens(block_size: int, max
     stats = [crowd(seed, 32 // block_size, block_size, max_num_batched_tokens).scheduler.stats() for seed in range(3)]
     assert all(s.num_preemptions >= 5 for s in stats)
     assert all(s.prefix_cache_hits > 0 for s in stats)
+
+
+@pytest.mark.parametrize("block_size", [1, 4])
+@pytest.mark.parametrize("max_num_batched_tokens", [3, 16, 1000])
+def test_crowds_get_their_solo_tokens_with_speculation_too(block_size: int, max_num_batched_tokens: int) -> None:
+    stats = [
+        crowd(seed, 32 // block_size, block_size, max_num_batched_tokens, True).scheduler.stats() for seed in (0, 1)
+    ]
+    assert all(s.num_preemptions >= 5 for s in stats)
+    assert all(0 < s.num_accepted_tokens < s.num_draft_tokens for s in stats)

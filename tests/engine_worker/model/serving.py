@@ -34,9 +34,14 @@ class RecordingSampler(Sampler):
     def sample(
         self, logits: torch.Tensor, segments: Sequence[Segment]
     ) -> tuple[dict[str, SampledToken], dict[str, str]]:
-        for segment, row in zip(segments, logits, strict=True):
-            self.rows.setdefault(segment.request.request_id, []).append(row.clone())
-        return super().sample(logits, segments)
+        tokens, failed = super().sample(logits, segments)
+        index = 0
+        for segment in segments:  # with drafts, only the rows that tokens were taken from
+            request_id = segment.request.request_id
+            count = 1 + len(self.following.get(request_id, ()))
+            self.rows.setdefault(request_id, []).extend(row.clone() for row in logits[index : index + count])
+            index += segment.num_rows
+        return tokens, failed
 
 
 @dataclass
@@ -45,6 +50,7 @@ class Answer:
 
     token_ids: list[int] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
+    tokens: list[SampledToken] = field(default_factory=list)
     num_cached_tokens: int = 0
     finish_reason: FinishReason | None = None
     error: str | None = None
@@ -88,7 +94,9 @@ class TinyEngine:
         backend: AttentionBackend | None = None,
         max_num_seqs: int = 16,
         check: bool = True,
+        guess: Callable[[Request, int], Sequence[int]] | None = None,
     ) -> None:
+        self.guess = guess  # speculates before each step: (request, most tokens) -> guesses
         vocab_size = module.config.get_text_config().vocab_size
         layers, device = num_layers(module), module.device
         info = ModelInfo(
@@ -156,12 +164,16 @@ class TinyEngine:
         return [answers[request_id] for request_id in ids]
 
     def step(self, answers: dict[str, Answer]) -> None:
+        if self.guess is not None:
+            for request, room in self.scheduler.can_speculate(5):
+                self.scheduler.speculate(request, tuple(self.guess(request, room)))
         plan = self.scheduler.plan(float(self.num_steps))
         self.num_steps += 1
         for update in self.scheduler.commit(plan, self.runner.execute(plan)):
             answer = answers.setdefault(update.request_id, Answer())
             if update.token is not None:
                 answer.token_ids.append(update.token.token_id)
+                answer.tokens.append(update.token)
             answer.num_cached_tokens = update.num_cached_tokens
             if update.finish_reason is not None:
                 answer.finish_reason, answer.error = update.finish_reason, update.error

@@ -16,11 +16,12 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
+from typing import Any
 
 import pytest
 import torch
 
-from engine_worker.core.types import FinishReason
+from engine_worker.core.types import FinishReason, Request
 from engine_worker.model import backend_cpu_plan, packing
 from engine_worker.model.attention import AttentionCall
 from engine_worker.model.backend_cpu import CPUBackend
@@ -90,7 +91,7 @@ def native_model(family: str, isa: str):  # type: ignore[no-untyped-def]
     return module, backend, prepared.details
 
 
-def engine_for(family: str, served_by: str, **settings: int) -> TinyEngine:
+def engine_for(family: str, served_by: str, **settings: Any) -> TinyEngine:
     """`served_by` is native or cpu. Where the kernels can't be had, torch's serve by default, and so here."""
     if served_by == "native" and can_be_had(AUTO):
         module, backend, _ = native_model(family, AUTO)
@@ -157,10 +158,24 @@ COVERING = [
 ]
 
 
-def check(family: str, setting: Setting, served_by: str) -> None:
+def guesser(family: str) -> Callable[[Request, int], list[int]]:
+    """Guesses what the reference answers, with every third token spoilt or so."""
+    answers = {tuple(prompt): answer.token_ids for prompt, answer in zip(prompts(), reference(family), strict=True)}
+    rng = random.Random(5)
+
+    def guess(request: Request, most: int) -> list[int]:
+        begin = len(request.output_ids)
+        coming = answers[request.prompt_ids][begin : begin + rng.randint(0, most)]
+        return [token_id if rng.random() < 0.7 else rng.randrange(3, VOCAB) for token_id in coming]
+
+    return guess
+
+
+def check(family: str, setting: Setting, served_by: str, *, speculate: bool = False) -> None:
     chosen, expected = prompts()[: setting.batch], reference(family)[: setting.batch]
     num_blocks = SMALL_POOL[setting.batch] if setting.preempt else 256
-    engine = engine_for(family, served_by, budget=setting.budget, num_blocks=num_blocks)
+    guess = guesser(family) if speculate else None
+    engine = engine_for(family, served_by, budget=setting.budget, num_blocks=num_blocks, guess=guess)
     cancel = canceller(engine, setting.batch // 2) if setting.cancel else None
     for warm in (False, True) if setting.warm else (False,):
         answers = engine.run(chosen, MAX_TOKENS, before_step=cancel)
@@ -175,6 +190,8 @@ def check(family: str, setting: Setting, served_by: str) -> None:
             assert all(a.num_cached_tokens > 0 for i, a in enumerate(answers) if i in kept and len(chosen[i]) > 4)
         assert engine.kv.num_free_blocks == num_blocks, "blocks leaked"
     assert (engine.scheduler.stats().num_preemptions > 0) == setting.preempt
+    stats = engine.scheduler.stats()
+    assert (0 < stats.num_accepted_tokens < stats.num_draft_tokens) == speculate
     if not setting.cancel:
         assert engine.sampler.num_states == 0
 
@@ -206,6 +223,19 @@ def test_covering_settings(family: str) -> None:
     """Two settings by the kernels and two by torch, and for the next family the other way around."""
     for index, setting in enumerate(COVERING, start=REDUCED.index(family)):
         check(family, setting, ("native", "cpu")[index % 2])
+
+
+@pytest.mark.parametrize("setting", COVERING, ids=str)
+@pytest.mark.parametrize("family", FULL_PRODUCT)
+def test_speculation(family: str, setting: Setting) -> None:
+    check(family, setting, "native", speculate=True)
+
+
+@pytest.mark.parametrize("family", [*FULL_PRODUCT, *REDUCED])
+def test_speculation_in_every_family(family: str) -> None:
+    """A crowd in a pool that is too small, on torch's kernels and the native ones by turns."""
+    served_by = ("native", "cpu")[list(FAMILIES).index(family) % 2]
+    check(family, Setting(8, 16, preempt=True), served_by, speculate=True)
 
 
 # Layers of these are recognised, in all their layers; the others' are not, and run kernel by kernel.

@@ -44,7 +44,7 @@ def regex(pattern: str) -> str:
 
 def step(sampler: Sampler, segments: list[Segment], logits: torch.Tensor) -> dict[str, SampledToken]:
     """A step as the runner makes it: tokens are appended, as a commit would."""
-    sampler.prepare(s.request for s in segments)
+    sampler.prepare(segments)
     tokens, failed = sampler.sample(logits, segments)
     assert failed == {}
     for s in segments:
