@@ -140,9 +140,8 @@ class Scheduler:
             (decodes if request.num_known_tokens - request.num_computed == 1 else prefills).append(request)
         spare = step.budget - len(decodes) - (1 if prefills or len(self._waiting) else 0)  # what drafts may use
         for request in decodes:
-            if request.draft_ids:
-                request.draft_ids = request.draft_ids[: max(spare, 0)]
-                spare -= len(request.draft_ids)
+            request.draft_ids = request.draft_ids[: max(spare, 0)]
+            spare -= len(request.draft_ids)
             if request.status is RequestStatus.RUNNING and step.budget and self._kv.has_slot(request):
                 step.add(request, request.num_tokens)  # most decodes: no block to find
             else:
