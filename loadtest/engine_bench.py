@@ -35,7 +35,10 @@ _WORDS = _TEXT.split()
 
 @dataclass(frozen=True, slots=True)
 class Case:
-    """`num_requests` in all, `concurrency` at once; own and shared words of a prompt; what is reported."""
+    """`num_requests` in all, `concurrency` at once; own and shared words of a prompt; what is reported.
+
+    A prompt that repeats its own words invites a copy, as editing text or code does: what n-gram speculation is for.
+    """
 
     name: str
     num_requests: int
@@ -44,6 +47,7 @@ class Case:
     shared_words: int
     max_tokens: int
     measure: str  # output: tokens out a second; prefill: prompt tokens a second; ttft: ms
+    repeats: int = 1
 
 
 CASES = (
@@ -53,6 +57,8 @@ CASES = (
     Case("prefill, 900 tokens", 2, 1, 700, 0, 1, "prefill"),
     Case("warm prefix, TTFT", 4, 1, 12, 700, 1, "ttft"),
     Case("mixed, shared prefix", 16, 8, 40, 400, 24, "output"),
+    Case("copying, 1 request", 2, 1, 60, 0, 96, "output", repeats=4),
+    Case("copying, 8 requests", 8, 8, 60, 0, 48, "output", repeats=4),
 )
 
 
@@ -76,7 +82,8 @@ async def run_case(session: aiohttp.ClientSession, url: str, model: str, case: C
 
     async def one(index: int) -> Sample:
         async with gate:
-            prompt = " ".join((shared, _words(case.own_words, seed * 1009 + index + 1))).strip()
+            own = [_words(case.own_words, seed * 1009 + index + 1)] * case.repeats
+            prompt = " ".join((shared, *own)).strip()
             return await _complete(session, url, model, prompt, case.max_tokens)
 
     if case.shared_words:

@@ -128,6 +128,9 @@ class App:
 
     async def _health(self, exchange: Exchange) -> None:
         self._worker.loaded()
+        if await self._worker.supervisor.is_silent():
+            sentence = "The engine process gives no sign of life: it is stopped, or gets no time to run."
+            raise ApiError(503, sentence, code="engine_silent", retry_after_s=5)
         await _json(exchange, {"status": "ok"})
 
     async def _metrics(self, exchange: Exchange) -> None:

@@ -12,6 +12,7 @@ Exit codes: 0 told to stop, 1 the model can't be loaded (a LoadFailed message we
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import gc
 import importlib
@@ -20,6 +21,7 @@ import os
 import signal
 import sys
 import threading
+import time
 from collections.abc import Callable
 from types import FrameType
 from typing import Protocol, cast
@@ -35,6 +37,8 @@ from engine_worker.model.errors import ModelError
 from engine_worker.serving.engine_loop import EngineBroken, EngineLoop, LaunchingRunner, Runner
 from engine_worker.serving.kv_publisher import KVPublisher
 from engine_worker.serving.messages import (
+    BEAT_S,
+    Beat,
     FromEngine,
     LoadFailed,
     Progress,
@@ -150,6 +154,7 @@ def _serve(order: StartOrder, pipes: Pipes) -> int:
     stop.install()
     gc.collect()
     gc.freeze()  # the model stays; collections need not walk over it
+    threading.Thread(target=_beat, args=(order.outbox,), daemon=True).start()
     endpoints = (publisher.endpoint, publisher.replay_endpoint) if publisher else ("", "")
     pipes.send(Ready(runner.info, runner.tokenizer, *endpoints))
     drafter = getattr(runner, "drafter", None)
@@ -174,6 +179,18 @@ def _serve(order: StartOrder, pipes: Pipes) -> int:
         if publisher is not None:
             publisher.close()
     return 0
+
+
+def _beat(outbox: str) -> None:
+    """Tell the API process for ever that this one runs. A process that is stopped tells nothing."""
+    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
+        socket.linger = 0
+        socket.set_hwm(10)  # nobody reads: then the beats that nobody read suffice
+        socket.connect(outbox)
+        while True:
+            time.sleep(BEAT_S)
+            with contextlib.suppress(zmq.Again):
+                socket.send(encode(Beat()), zmq.NOBLOCK)
 
 
 class _CannotPublish(Exception):

@@ -5,7 +5,8 @@ life can be mistaken for news of this one. Another incarnation means an empty ca
 
 A first load that fails ends the worker with a sentence: the configuration is wrong, and trying again would not mend it.
 Later deaths are met with a restart after a pause that doubles, up to half a minute, and starts over after a life that
-went well. A stopped or endlessly computing engine is killed after `STALL_S` without news while calls wait for it.
+went well. An endlessly computing engine is killed after `STALL_S` without news while calls wait for it, a stopped one
+after as long without a heartbeat. Long before that, after SILENT_S, it does not count as healthy.
 """
 
 from __future__ import annotations
@@ -30,6 +31,7 @@ from engine_worker.config import EngineConfig
 from engine_worker.contract.errors import ApiError
 from engine_worker.serving.engine_client import EngineClient
 from engine_worker.serving.messages import (
+    Beat,
     FromEngine,
     LoadFailed,
     Progress,
@@ -45,6 +47,8 @@ from engine_worker.serving.messages import (
 logger = logging.getLogger("warmgate.worker")
 
 STALL_S = 300.0
+SILENT_S = 6.0  # without a heartbeat; several of BEAT_S, because a busy machine delays them
+_GRACE_S = 0.25  # for a beat that has come but was not read yet
 STOP_S = 5.0  # how long a process gets to end by itself before it is killed
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
@@ -82,9 +86,17 @@ class EngineSupervisor:
         self._process: asyncio.subprocess.Process | None = None
         self._outbox: zmq.Socket[bytes] | None = None
         self._load_failure: str | None = None
+        self._last_beat_s = 0.0
         self.ready: Ready | None = None  # of the present life
         self.incarnation = ""
         self.detail = "starting"
+
+    async def is_silent(self) -> bool:
+        """Whether the engine's heartbeat has stopped: the process is stopped, or gets no time to run."""
+        if self.ready is not None and time.monotonic() - self._last_beat_s > SILENT_S:
+            await asyncio.sleep(_GRACE_S)
+            return self.ready is not None and time.monotonic() - self._last_beat_s > SILENT_S
+        return False
 
     async def run(self) -> None:
         """Lives, one after the other. Returns after `stop`. Raises WorkerFailed where the first load fails."""
@@ -201,7 +213,10 @@ class EngineSupervisor:
             case Progress(detail=detail):
                 self.detail = detail
                 logger.info("%s", detail)
+            case Beat():
+                self._last_beat_s = time.monotonic()
             case Ready():
+                self._last_beat_s = time.monotonic()
                 self.ready = message
                 self.detail = ""
                 self._on_ready(message)
@@ -214,9 +229,12 @@ class EngineSupervisor:
             self._outbox.send(encode(message), zmq.NOBLOCK)
 
     async def _watch(self) -> None:
-        """Kill an engine that gives no news although calls are in flight."""
+        """Kill an engine that gives no news although calls are in flight, or no sign of life at all."""
         while True:
             await asyncio.sleep(self._stall_s / 20)
+            if self.ready is not None and time.monotonic() - self._last_beat_s > max(self._stall_s, SILENT_S):
+                logger.error("the engine has shown no sign of life for %.0f s; killing it", self._stall_s)
+                self.kill()
             if self._client.num_in_flight and time.monotonic() - self._client.last_news_s > self._stall_s:
                 logger.error("the engine has given no news for %.0f s; killing it", self._stall_s)
                 self.kill()

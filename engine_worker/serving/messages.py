@@ -2,7 +2,7 @@
 
 API to engine: `Add` (all sequences of one API request at once, leaders first), `Cancel`, `Shutdown`.
 Engine to API: `Progress` while loading, then `Ready` or `LoadFailed`, then a `Step` after every engine step and
-whenever the load changed.
+whenever the load changed, and a `Beat` every second.
 
 Both sides belong to one release, so the messages carry no version. Each life of the engine has sockets of its own, so
 a message can't come from an earlier one.
@@ -119,6 +119,10 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     is_speculating: bool = False
 
 
+class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):
+    """The engine process runs: sent every BEAT_S from a thread of its own, also while a long step computes."""
+
+
 class Step(msgspec.Struct, frozen=True, array_like=True, tag="step"):
     """After an engine step (or a change of load without one: `num_tokens` 0)."""
 
@@ -128,7 +132,9 @@ class Step(msgspec.Struct, frozen=True, array_like=True, tag="step"):
 
 
 ToEngine = Add | Cancel | Shutdown
-FromEngine = Progress | Ready | LoadFailed | Step
+FromEngine = Progress | Ready | LoadFailed | Step | Beat
+
+BEAT_S = 1.0
 
 encode = msgspec.msgpack.Encoder().encode
 decode_to_engine = msgspec.msgpack.Decoder(ToEngine).decode

@@ -87,6 +87,20 @@ def test_a_request_that_kills_its_engine() -> None:
         worker.until_state("another engine", status="ready", incarnation=lambda value: value != before.incarnation)
 
 
+def test_health_tells_of_an_engine_that_is_stopped_and_goes_on() -> None:
+    """The process is there, but does nothing: no request would be answered."""
+    with running_worker() as worker:
+        worker.until_ready()
+        os.kill(worker.engine_pid, signal.SIGSTOP)
+        try:
+            worker.process.until("an unhealthy worker", lambda: worker.http.get("/health").status_code == 503)
+            assert worker.http.get("/health").json()["error"]["code"] == "engine_silent"
+        finally:
+            os.kill(worker.engine_pid, signal.SIGCONT)
+        worker.process.until("a healthy worker", lambda: worker.http.get("/health").status_code == 200)
+        assert worker.chat("hello").status_code == 200
+
+
 def test_while_the_engine_is_down(tmp_path: Path) -> None:
     gate = tmp_path / "loaded"
     gate.touch()
