@@ -6,6 +6,7 @@ plain path. Other APIs (translate/) are routes like the others, with a translati
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import re
 import time
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from gateway.sharing.hub import Sharing
 
 _SLASHES = re.compile(r"/{2,}")
+_FIRST_POLLS_S = 2.0
 _CORS_MAX_AGE_S = 24 * 3600
 _EXPOSED = ("x-request-id", "request-id", "retry-after", "x-should-retry", "x-warmgate-replica", "x-warmgate-policy")
 _EXPOSED_TOKENS = ("x-warmgate-matched-tokens", "x-warmgate-cached-tokens")
@@ -240,6 +242,7 @@ class Gateway:
         if self.sharing is not None:
             self.sharing.start()
         try:
+            await monitor.first_polls(_FIRST_POLLS_S)  # meanwhile the kernel keeps connections waiting
             yield self
         finally:
             loop_watch.close()
@@ -265,6 +268,7 @@ class Gateway:
             tuple(self._replica_gauges(replica, now) for replica in self.registry),
             self.router.stats.num_queued + self.admission.num_queued,
             self.router.stats.num_in_flight,
+            len(asyncio.all_tasks()),
         )
 
     def _replica_gauges(self, replica: Replica, now: float) -> ReplicaGauges:

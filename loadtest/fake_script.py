@@ -12,7 +12,7 @@ import asyncio
 import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import msgspec
 
@@ -64,6 +64,14 @@ class Script(msgspec.Struct, kw_only=True):
     status_name: Literal["loading", "ready", "draining", "failed"] = "ready"
 
 
+class End(NamedTuple):
+    """One completion's end: `how` is finished, aborted (the peer left) or failed, `at` of the monotonic clock."""
+
+    request_id: str
+    how: str
+    at: float
+
+
 @dataclass(slots=True)
 class Log:
     """What happened, for assertions: counts of completions, and the last request as it arrived.
@@ -99,6 +107,7 @@ class Play:
         self.id, self.created = (order.id, order.created) if order is not None else ("fake-1", 1)
         self.is_chat = path.endswith("chat/completions")
         self.num_tokens = int(request.get("max_tokens") or script.num_tokens)
+        self.tag = str(request.get("fake_tag", ""))
         self.usage = {
             "prompt_tokens": 10,
             "completion_tokens": self.num_tokens,
@@ -129,7 +138,7 @@ class Play:
             await asyncio.Event().wait()
         if fault == "exit":
             os._exit(1)
-        text = "".join(f" t{n}" for n in range(self.num_tokens))
+        text = "".join(f" {self.tag}t{n}" for n in range(self.num_tokens))
         body: Any = {**self._frame(text, "stop", whole=True), "usage": self.usage}
         if fault == "error":
             body = error_object("told to fail", 500)
@@ -166,7 +175,7 @@ class Play:
                     return
             if n > self.start:
                 await asyncio.sleep(script.token_s)
-            event = _event(self._frame(f" t{n}", None, first=n == 0))
+            event = _event(self._frame(f" {self.tag}t{n}", None, first=n == 0))
             yield marked(event, [n]) if self.marks else event
         if fault and script.after >= self.num_tokens:
             async for event in self._misbehave():

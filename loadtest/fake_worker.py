@@ -3,9 +3,11 @@
     python -m loadtest.fake_worker --port 8101 --tokens 20 --token-s 0.01
 
 Its n-th output token is the text ` tn`, so a stream that lost, doubled or reordered a token shows it. Every request
-plays the current script; POST /fake/script replaces it (fields of `Script`), GET /fake/log tells what happened. With
---state it serves /internal/state like a bundled worker, marks its streams for those who ask for that, and goes on with
-the answers of others (fake_script.py says how). It is raw sockets on purpose: a real HTTP server would not let
+plays the current script; POST /fake/script replaces it (fields of `Script`), GET /fake/log tells what happened, and
+GET /fake/ends how each completion ended that it was not asked about before. A request's `fake_tag` stands before the
+`t` of each of its tokens, so that a token of another request's answer shows too. With --state it serves
+/internal/state like a bundled worker, marks its streams for those who ask for that, and goes on with the answers of
+others (fake_script.py says how). It is raw sockets on purpose: a real HTTP server would not let
 it break the protocol.
 """
 
@@ -16,6 +18,8 @@ import asyncio
 import os
 import secrets
 import sys
+import time
+from collections import deque
 from collections.abc import Awaitable, Callable
 from typing import Any
 
@@ -23,7 +27,9 @@ import msgspec
 
 from engine_worker.contract.resume import RESUME_PATH, ResumeOrder
 from engine_worker.contract.state import WorkerState
-from loadtest.fake_script import Gone, Log, Play, Script, error_object, respond
+from loadtest.fake_script import End, Gone, Log, Play, Script, error_object, respond
+
+_MAX_ENDS = 20_000
 
 
 class FakeWorker:
@@ -34,6 +40,7 @@ class FakeWorker:
         self.has_state = has_state
         self.incarnation = incarnation
         self.on_poison: Callable[[], Awaitable[None]] = _exit
+        self._ends: deque[End] = deque(maxlen=_MAX_ENDS)
         self._writers: set[asyncio.StreamWriter] = set()
 
     async def listen(self, host: str, port: int) -> asyncio.Server:
@@ -80,6 +87,9 @@ class FakeWorker:
             await respond(writer, 200, {})
         elif path == "/fake/log":
             await respond(writer, 200, self.log)
+        elif path == "/fake/ends":
+            ends, self._ends = list(self._ends), deque(maxlen=_MAX_ENDS)
+            await respond(writer, 200, ends)
         elif path == "/v1/models":
             entry = {"id": self.model, "object": "model", "created": 1, "owned_by": "fake"}
             await respond(writer, 200, {"object": "list", "data": [entry]})
@@ -133,6 +143,7 @@ class FakeWorker:
         script = self.script
         if script.poison and script.poison in self.log.last_body:
             await self.on_poison()
+        request_id, how = self.log.last_headers.get("x-request-id", ""), "failed"
         fault = script.fault if script.times else ""
         if fault and script.times > 0:
             script.times -= 1
@@ -146,15 +157,19 @@ class FakeWorker:
             await asyncio.wait({play, left}, return_when=asyncio.FIRST_COMPLETED)
             if not play.done():
                 self.log.num_aborted += 1
+                how = "aborted"
                 raise Gone
             play.result()
             self.log.num_finished += 1
+            how = "finished"
             return left.result() if left.done() else b""
         except ConnectionError:
             self.log.num_aborted += 1
+            how = "aborted"
             raise
         finally:
             self.log.num_in_flight -= 1
+            self._ends.append(End(request_id, how, time.monotonic()))
             for task in (play, left):
                 task.cancel()
             await asyncio.gather(play, left, return_exceptions=True)

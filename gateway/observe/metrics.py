@@ -43,6 +43,7 @@ class FleetGauges:
     replicas: tuple[ReplicaGauges, ...] = ()
     num_queued: int = 0
     num_in_flight: int = 0
+    num_tasks: int = 0
 
 
 @dataclass(slots=True, eq=False)
@@ -179,6 +180,9 @@ class _GaugeCollector(Collector):
         fleet = self._gauges()
         yield GaugeMetricFamily("warmgate_queue_depth", "Requests waiting in the gateway.", fleet.num_queued)
         yield GaugeMetricFamily("warmgate_in_flight", "Requests dispatched and not ended.", fleet.num_in_flight)
+        yield GaugeMetricFamily(
+            "warmgate_tasks", "Tasks on the event loop; as many as ever when idle.", fleet.num_tasks
+        )
         states = GaugeMetricFamily("warmgate_replicas", "Replicas by state.", labels=["state"])
         for status in ReplicaStatus:
             states.add_metric([status.value], sum(replica.status is status for replica in fleet.replicas))

@@ -13,6 +13,7 @@ only hiccuped is back within one poll, and a dead one gets no further request.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import logging
 import ssl
@@ -61,6 +62,14 @@ class Monitor:
             self._watchers[replica.replica_id] = watcher
             self._tasks.append(asyncio.create_task(watcher.run(), name=f"watch {replica.replica_id}"))
 
+    async def first_polls(self, within_s: float) -> None:
+        """Returns when every replica has been asked once, or after `within_s`. Whoever serves earlier has nobody to
+        send a request to, though they may all be well."""
+        polls = [watcher.polled.wait() for watcher in self._watchers.values()]
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(within_s):
+                await asyncio.gather(*polls)
+
     def trouble(self, replica: Replica, refused: bool, why: str) -> None:
         """The data plane met a refused or broken connection there."""
         if refused:
@@ -91,6 +100,7 @@ class _Watcher:
         self, settings: GatewaySettings, registry: Registry, cuts: CutMaker, replica: Replica, client: ControlClient
     ) -> None:
         self.poll_now = asyncio.Event()
+        self.polled = asyncio.Event()
         self._settings = settings
         self._registry = registry
         self._cuts = cuts
@@ -119,6 +129,7 @@ class _Watcher:
             except Exception:
                 # A watcher that dies would leave its replica's state frozen: say it and go on.
                 _log.exception("watching replica %s failed", self._replica.replica_id)
+            self.polled.set()
             for polled in awaited:
                 if not polled.done():
                     polled.set_result(None)

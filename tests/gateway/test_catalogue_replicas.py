@@ -9,8 +9,8 @@ import httpx
 import pytest
 
 from gateway.replicas.gate import OPEN_AFTER
+from loadtest.toxic import Toxic, toxic
 from tests.gateway.harness import CHAT, Replica, gateway, tokens, until
-from tests.support.toxic import Toxic, toxic
 
 COUNT = 40
 

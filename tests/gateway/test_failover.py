@@ -169,6 +169,14 @@ async def test_a_gateway_starts_without_its_replicas_and_they_join_later():
         assert (await running.chat()).status_code == 200
 
 
+async def test_a_gateway_that_just_started_has_asked_its_replicas_before_it_serves():
+    """Else the first requests of its life are refused, though every replica is well."""
+    replicas = [Replica(), Replica()]
+    async with gateway(*replicas, wait=False) as running:
+        assert len(running.app.registry.ready()) == 2
+        assert (await running.chat()).status_code == 200
+
+
 async def test_a_model_that_is_still_loading_is_not_an_unknown_model():
     replica = Replica(incarnation="a")
     replica.play(status_name="loading")

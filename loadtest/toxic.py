@@ -42,14 +42,17 @@ class Toxic:
     port: int = 0
     num_connections: int = 0
     num_bytes: int = 0
+    _healed: asyncio.Event = field(default_factory=asyncio.Event)
     _tasks: set[asyncio.Task[None]] = field(default_factory=set)
 
     def heal(self) -> None:
-        """Harm nothing more."""
+        """Harm nothing more. Connections that stood still are reset."""
         self.latency_s = self.bytes_per_s = 0.0
         self.slice_bytes = 0
         self.truncate_after = self.reset_after = self.stall_after = None
         self.refuse = False
+        self._healed.set()
+        self._healed = asyncio.Event()
 
     async def pass_on(self, host: str, port: int, client: asyncio.StreamReader, answer: asyncio.StreamWriter) -> None:
         """One connection, to its end."""
@@ -82,7 +85,7 @@ class Toxic:
 
     async def _downward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         passed = 0
-        with contextlib.suppress(ConnectionError):
+        try:
             while data := await reader.read(_READ_BYTES):
                 await asyncio.sleep(self.latency_s)
                 size = self.slice_bytes or len(data)
@@ -98,10 +101,13 @@ class Toxic:
                         await self._end(passed, writer)
                         return
                     await asyncio.sleep(len(piece) / self.bytes_per_s if self.bytes_per_s else 0)
+        except ConnectionError:
+            _reset(writer)  # as it came
 
     async def _end(self, passed: int, writer: asyncio.StreamWriter) -> None:
         if self.stall_after is not None and passed >= self.stall_after:
-            await asyncio.Event().wait()
+            await self._healed.wait()
+            _reset(writer)
         if self.reset_after is not None and passed >= self.reset_after:
             _reset(writer)
 
@@ -113,26 +119,51 @@ def _reset(writer: asyncio.StreamWriter) -> None:
     writer.transport.abort()
 
 
+class Link:
+    """A toxic port in front of `host`:`port` that can be closed, as the port of a dead process is, and opened again."""
+
+    def __init__(self, host: str, port: int) -> None:
+        self.toxic = Toxic()
+        self._host, self._port = host, port
+        self._server: asyncio.Server | None = None
+
+    async def open(self) -> None:
+        """Listen, on the port of before where there was one. Raises OSError."""
+        if self._server is not None:
+            return
+        self._server = await asyncio.start_server(self._on_connection, "127.0.0.1", self.toxic.port)
+        self.toxic.port = self._server.sockets[0].getsockname()[1]
+
+    def shut(self) -> None:
+        """Refuse connections from now on; those there are stay."""
+        if self._server is not None:
+            self._server.close()
+            self._server = None
+
+    async def close(self) -> None:
+        """End everything on it."""
+        self.shut()
+        tasks = list(self.toxic._tasks)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _on_connection(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        task = asyncio.current_task()
+        assert task is not None
+        self.toxic._tasks.add(task)
+        try:
+            await self.toxic.pass_on(self._host, self._port, reader, writer)
+        finally:
+            self.toxic._tasks.discard(task)
+
+
 @contextlib.asynccontextmanager
 async def toxic(host: str, port: int) -> AsyncIterator[Toxic]:
     """A link to `host`:`port` that harms nothing yet; everything on it ends with the context."""
-    link = Toxic()
-
-    async def on_connection(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        task = asyncio.current_task()
-        assert task is not None
-        link._tasks.add(task)
-        try:
-            await link.pass_on(host, port, reader, writer)
-        finally:
-            link._tasks.discard(task)
-
-    server = await asyncio.start_server(on_connection, "127.0.0.1", 0)
-    link.port = server.sockets[0].getsockname()[1]
+    link = Link(host, port)
+    await link.open()
     try:
-        yield link
+        yield link.toxic
     finally:
-        server.close()
-        for task in list(link._tasks):
-            task.cancel()
-        await asyncio.gather(*link._tasks, return_exceptions=True)
+        await link.close()
