@@ -1,6 +1,7 @@
 """Paged attention by our own Triton kernels: the default on CUDA.
 
-Any block size, number of heads and head size; causal, sliding and chunked masks; soft cap and sinks. A layer with
+Any block size, number of heads and head size; any format of the cache; causal, sliding and chunked masks; soft cap and
+sinks. A layer with
 another mask goes to the reference implementation, which is slow and makes the host wait for the device; loading says so
 (`unknown_masks`).
 
@@ -17,12 +18,14 @@ from engine_worker.model import triton_kernels as kernels
 from engine_worker.model.attention import AttentionCall
 from engine_worker.model.backend_reference import attend_written
 from engine_worker.model.backend_triton_plan import StepMeta, Tiles, make_meta
+from engine_worker.model.kv_format import Rows
 from engine_worker.model.kv_tensors import KVTensors, LayerShape
 from engine_worker.model.mask_kinds import MaskClassifier, MaskKind
 from engine_worker.model.packing import PackedBatch
 
 MAX_SPLITS = 32
 _WAVES = 2  # programs of a decode per multiprocessor, at least, if splitting can bring them
+_FORMATS = {"dense": kernels.DENSE, "int8": kernels.INT8, "fp8": kernels.FP8, "fp4": kernels.FP4}
 _NOTHING = 1e9  # stands for a soft cap that isn't there
 
 
@@ -46,7 +49,7 @@ class TritonBackend:
 
     def attend(self, call: AttentionCall, batch: PackedBatch, kv: KVTensors) -> torch.Tensor:
         kind = self._kind(call, batch)
-        if kind is None or not kv.format.is_dense:
+        if kind is None:
             kv.write(call.layer, batch.slots, call.key, call.value)
             return attend_written(call, batch, kv)
         self._write(call, batch.slots, kv)
@@ -62,7 +65,7 @@ class TritonBackend:
         return 1 << (min(wanted, MAX_SPLITS).bit_length() - 1)
 
     def _kind(self, call: AttentionCall, batch: PackedBatch) -> MaskKind | None:
-        key = (MaskKind, id(call.mask.mask_function))  # the batch lives no longer than the forward with its masks
+        key = (MaskKind, call.mask.mask_function)
         if key not in batch.memo:
             batch.memo[key] = self._classifier.classify(call.mask, call.query.device)
         kind = batch.memo[key]
@@ -75,12 +78,15 @@ class TritonBackend:
         num_heads, num_tokens, key_dim = key.shape[1:]
         value_dim = value.shape[3]
         shape = LayerShape(num_heads, key_dim, value_dim)
-        keys, values = (rows.data for rows in kv.ensure(call.layer, shape, key.dtype))
+        keys, values = kv.ensure(call.layer, shape, key.dtype)
+        if "fp4" in (keys.format.name, values.format.name):  # its search for scales is no kernel yet
+            keys.write(slots, key[0].transpose(0, 1))
+            values.write(slots, value[0].transpose(0, 1))
+            return
         kernels.write_kernel[(num_tokens,)](
             key,
             value,
-            keys,
-            values,
+            *_pointers(keys, values),
             slots,
             key.stride(1),
             key.stride(2),
@@ -91,16 +97,19 @@ class TritonBackend:
             VALUE_DIM=value_dim,
             HEADS_PADDED=triton.next_power_of_2(num_heads),
             DIM_PADDED=triton.next_power_of_2(max(key_dim, value_dim)),
+            KEY_FORMAT=_FORMATS[keys.format.name],
+            VALUE_FORMAT=_FORMATS[values.format.name],
         )
 
     def _attend(self, call: AttentionCall, meta: StepMeta, kind: MaskKind, kv: KVTensors) -> torch.Tensor:
-        keys, values = kv.layer(call.layer)
+        cache = kv.rows(call.layer)
+        values = cache[1]
         num_heads, num_tokens = call.query.shape[1], call.query.shape[2]
-        num_kv_heads, value_dim = values.shape[1], values.shape[2]
+        num_kv_heads, value_dim = values.data.shape[1], values.dim
         cut = meta.cut(num_heads // num_kv_heads)
         out = call.query.new_empty(num_tokens, num_heads, value_dim)
         if len(cut.long):
-            self._launch(call, meta, kind, cut.long, 1, (keys, values), kv.block_size, out, (out, out, out))
+            self._launch(call, meta, kind, cut.long, 1, cache, kv.block_size, out, (out, out, out))
         if not len(cut.short):
             return out
         splits = self.num_splits(len(cut.short), num_kv_heads)
@@ -111,7 +120,7 @@ class TritonBackend:
                 torch.empty(size, dtype=torch.float32, device=out.device)
                 for size in ((*shape, value_dim), shape, shape)
             )
-        self._launch(call, meta, kind, cut.short, splits, (keys, values), kv.block_size, out, partial)
+        self._launch(call, meta, kind, cut.short, splits, cache, kv.block_size, out, partial)
         if splits > 1:
             kernels.merge_kernel[(cut.short_tokens.shape[0], num_heads)](
                 out,
@@ -132,14 +141,14 @@ class TritonBackend:
         kind: MaskKind,
         tiles: Tiles,
         splits: int,
-        cache: tuple[torch.Tensor, torch.Tensor],
+        cache: tuple[Rows, Rows],
         block_size: int,
         out: torch.Tensor,
         partial: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
     ) -> None:
         query = _rows_contiguous(call.query)
         keys, values = cache
-        num_kv_heads, key_dim, value_dim = keys.shape[1], keys.shape[2], values.shape[2]
+        num_kv_heads, key_dim, value_dim = keys.data.shape[1], keys.dim, values.dim
         key_padded = max(16, triton.next_power_of_2(key_dim))
         value_padded = max(16, triton.next_power_of_2(value_dim))
         row_bytes = max(key_padded, value_padded) * query.element_size()
@@ -148,10 +157,7 @@ class TritonBackend:
             out,
             *partial,
             query,
-            keys,
-            values,
-            out,
-            out,
+            *_pointers(keys, values),
             out if call.sinks is None else call.sinks,
             tiles.seq,
             tiles.first,
@@ -178,8 +184,8 @@ class TritonBackend:
             MASK=kind.kind,
             HAS_SOFTCAP=call.softcap is not None,
             HAS_SINKS=call.sinks is not None,
-            QUANTIZED=False,
-            SCALE_PER_SLOT=False,
+            KEY_FORMAT=_FORMATS[keys.format.name],
+            VALUE_FORMAT=_FORMATS[values.format.name],
             # float32 products as float32: the default would round them to TF32's ten bits.
             PRECISION="ieee" if query.dtype == torch.float32 else "tf32",
             # Triton's interpreter multiplies bfloat16 as if it were integers.
@@ -187,6 +193,12 @@ class TritonBackend:
             num_warps=4,
             num_stages=3 if tiles.rows == 16 else 2,
         )
+
+
+def _pointers(keys: Rows, values: Rows) -> tuple[torch.Tensor, ...]:
+    """Numbers of both and scales of both, as the kernels take them."""
+    data = [rows.data.view(torch.float8_e4m3fn) if rows.format.name == "fp8" else rows.data for rows in (keys, values)]
+    return (*data, *(rows.data if rows.scales is None else rows.scales for rows in (keys, values)))
 
 
 def _rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:

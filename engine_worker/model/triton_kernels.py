@@ -14,7 +14,8 @@ captured graph and an eager step compute the same thing.
 Keys and values behind a request's end are never loaded, so whatever other requests left in a block can do no harm, NaN
 included. Offsets into the cache are 64-bit: a large cache has more than 2^31 elements.
 
-Where a cache row is narrow (int8, fp8), scales fold into the scores and the weights: K's after the product, V's before.
+Rows of the cache may be narrow (kv_format.py). Scales of a whole row (int8, fp8) fold into the scores and the weights,
+K's behind the product and V's before it; fp4's scales, one for 16 numbers, multiply the numbers as they are loaded.
 """
 
 from __future__ import annotations
@@ -24,7 +25,13 @@ import triton.language as tl
 
 # MASK says what a query sees of the keys up to its own (mask_kinds): 0 all, 1 the last `width`, 2 its own chunk
 
+# FORMAT is how a row is stored
+DENSE, INT8, FP8, FP4 = 0, 1, 2, 3
+
 _LOG2_E = tl.constexpr(1.4426950408889634)
+_SMALLEST_SCALE = tl.constexpr(2.0**-100)
+_ROUND = tl.constexpr(12582912.0)  # 1.5 * 2^23: adding it to a float32 leaves no room for a fraction
+_ROUND_E4M3 = tl.constexpr(24576.0)  # 1.5 * 2^14: leaves no room for less than 2^-9
 
 
 @triton.jit
@@ -33,6 +40,8 @@ def write_kernel(
     value,  # [Hkv, T, Dv] by strides
     key_cache,  # [num_slots, Hkv, Dk]
     value_cache,  # [num_slots, Hkv, Dv]
+    key_scales,  # [num_slots, Hkv] bfloat16, or anything where rows are dense
+    value_scales,
     slots,  # [T] int64
     key_head_stride,
     key_token_stride,
@@ -43,18 +52,92 @@ def write_kernel(
     VALUE_DIM: tl.constexpr,
     HEADS_PADDED: tl.constexpr,
     DIM_PADDED: tl.constexpr,
+    KEY_FORMAT: tl.constexpr,
+    VALUE_FORMAT: tl.constexpr,
 ):
     """One program a token: its row of every head."""
     token = tl.program_id(0).to(tl.int64)
     slot = tl.load(slots + token).to(tl.int64)
-    heads = tl.arange(0, HEADS_PADDED)[:, None]
+    source = key + token * key_token_stride
+    _store_row(
+        source, key_head_stride, key_cache, key_scales, slot, NUM_HEADS, KEY_DIM, HEADS_PADDED, DIM_PADDED, KEY_FORMAT
+    )
+    source = value + token * value_token_stride
+    _store_row(
+        source,
+        value_head_stride,
+        value_cache,
+        value_scales,
+        slot,
+        NUM_HEADS,
+        VALUE_DIM,
+        HEADS_PADDED,
+        DIM_PADDED,
+        VALUE_FORMAT,
+    )
+
+
+@triton.jit
+def _store_row(
+    source,
+    head_stride,
+    cache,
+    scales,
+    slot,
+    NUM_HEADS: tl.constexpr,
+    DIM: tl.constexpr,
+    HEADS_PADDED: tl.constexpr,
+    DIM_PADDED: tl.constexpr,
+    FORMAT: tl.constexpr,
+):
+    """All heads of one token; int8 and fp8 as RowFormat.quantize makes them."""
+    heads = tl.arange(0, HEADS_PADDED)
     dims = tl.arange(0, DIM_PADDED)[None, :]
-    is_key = (heads < NUM_HEADS) & (dims < KEY_DIM)
-    row = tl.load(key + token * key_token_stride + heads * key_head_stride + dims, mask=is_key)
-    tl.store(key_cache + slot * (NUM_HEADS * KEY_DIM) + heads * KEY_DIM + dims, row, mask=is_key)
-    is_value = (heads < NUM_HEADS) & (dims < VALUE_DIM)
-    row = tl.load(value + token * value_token_stride + heads * value_head_stride + dims, mask=is_value)
-    tl.store(value_cache + slot * (NUM_HEADS * VALUE_DIM) + heads * VALUE_DIM + dims, row, mask=is_value)
+    is_part = (heads < NUM_HEADS)[:, None] & (dims < DIM)
+    row = tl.load(source + heads[:, None] * head_stride + dims, mask=is_part, other=0.0)
+    target = cache + (slot * NUM_HEADS + heads[:, None]) * DIM + dims
+    if FORMAT == 0:
+        tl.store(target, row, mask=is_part)
+    else:
+        row = row.to(tl.float32)
+        peak = tl.max(tl.where(row == row, tl.abs(row), float("inf")), 1)  # NaN counts as infinite
+        scale = tl.maximum(peak / (127.0 if FORMAT == 1 else 448.0), _SMALLEST_SCALE)
+        bits = scale.to(tl.int32, bitcast=True)
+        scale = (((bits + 0xFFFF) >> 16) << 16).to(tl.float32, bitcast=True)  # rounded up to a bfloat16
+        is_finite = peak < float("inf")
+        numbers = tl.where(is_finite[:, None], row / scale[:, None], 0.0)
+        if FORMAT == 1:
+            tl.store(target, ((numbers + _ROUND) - _ROUND).to(tl.int8), mask=is_part)
+        else:
+            tl.store(target, _to_e4m3(numbers).to(cache.dtype.element_ty), mask=is_part)
+        stored = tl.where(is_finite, scale, float("nan")).to(tl.bfloat16)
+        tl.store(scales + slot * NUM_HEADS + heads, stored, mask=heads < NUM_HEADS)
+
+
+@triton.jit
+def _to_e4m3(x):
+    """Numbers of at most 448 rounded to what e4m3 has, in float32. (Triton's interpreter rounds wrongly on its own.)"""
+    bits = x.to(tl.int32, bitcast=True)
+    bits = (bits + 0x7FFFF + ((bits >> 20) & 1)) & -0x100000  # to nearest, ties to even, 3 bits of fraction
+    small = (x + _ROUND_E4M3) - _ROUND_E4M3  # below 2^-6 they lie 2^-9 apart
+    return tl.where(tl.abs(x) < 0.015625, small, bits.to(tl.float32, bitcast=True))
+
+
+@triton.jit
+def _load_rows(cache, scales, row, dims, is_part, DIM: tl.constexpr, FORMAT: tl.constexpr):
+    """Numbers `dims` of the stored rows `row` (slot times heads plus head), in the shape that the two broadcast to."""
+    if FORMAT == 3:
+        groups: tl.constexpr = (DIM + 15) // 16
+        byte = tl.load(cache + row * (groups * 8) + dims // 16 * 8 + dims % 8, mask=is_part, other=0).to(tl.int32)
+        code = (byte >> (dims % 16 // 8 * 4)) & 15
+        size = code & 7
+        large = (2 + (size & 1)) << (size >> 1)  # in quarters, from 2 on: 1, 1.5, 2, 3, 4, 6
+        number = tl.where(size < 2, size * 2, large).to(tl.float32) * 0.25
+        number = tl.where(code >= 8, -number, number)
+        scale = tl.load(scales + row * groups + dims // 16, mask=is_part, other=0)
+        return number * (scale.to(tl.int16) << 7).to(tl.float16, bitcast=True).to(tl.float32)
+    else:
+        return tl.load(cache + row * DIM + dims, mask=is_part, other=0.0)
 
 
 @triton.jit
@@ -64,9 +147,9 @@ def attend_kernel(
     partial_max,  # [T, Hq, NUM_SPLITS] float32, base 2
     partial_sum,  # [T, Hq, NUM_SPLITS] float32
     query,  # [Hq, T, Dk] by strides
-    key_cache,  # [num_slots, Hkv, Dk]
-    value_cache,  # [num_slots, Hkv, Dv]
-    key_scales,  # [num_blocks or num_slots, Hkv] float32, or anything without QUANTIZED
+    key_cache,  # [num_slots, Hkv, width]
+    value_cache,
+    key_scales,  # [num_slots, Hkv, scales of a row], or anything where rows are dense
     value_scales,
     sinks,  # [Hq], or anything without HAS_SINKS
     tile_seq,  # [tiles] int32: whose queries
@@ -94,8 +177,8 @@ def attend_kernel(
     MASK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr,
-    QUANTIZED: tl.constexpr,
-    SCALE_PER_SLOT: tl.constexpr,
+    KEY_FORMAT: tl.constexpr,
+    VALUE_FORMAT: tl.constexpr,
     PRECISION: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
@@ -151,16 +234,12 @@ def attend_kernel(
         is_key = kv_pos < high
         block = tl.load(table + seq.to(tl.int64) * table_stride + kv_pos // BLOCK_SIZE, mask=is_key, other=0)
         slot = block.to(tl.int64) * BLOCK_SIZE + kv_pos % BLOCK_SIZE
-        k = tl.load(
-            key_cache + (slot[None, :] * NUM_KV_HEADS + head) * KEY_DIM + key_dims[:, None],
-            mask=is_key[None, :] & (key_dims < KEY_DIM)[:, None],
-            other=0.0,
-        )  # [KEY_PADDED, BLOCK_N]
-        scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scaling
-        if QUANTIZED:
-            scale_at = slot if SCALE_PER_SLOT else block.to(tl.int64)
-            scale_at = scale_at * NUM_KV_HEADS + head
-            scores *= tl.load(key_scales + scale_at, mask=is_key, other=0.0)[None, :]
+        row = slot * NUM_KV_HEADS + head
+        is_part = is_key[None, :] & (key_dims < KEY_DIM)[:, None]
+        k = _load_rows(key_cache, key_scales, row[None, :], key_dims[:, None], is_part, KEY_DIM, KEY_FORMAT)
+        scores = tl.dot(q, k.to(q.dtype), input_precision=PRECISION) * scaling  # k [KEY_PADDED, BLOCK_N]
+        if KEY_FORMAT == 1 or KEY_FORMAT == 2:
+            scores *= tl.load(key_scales + row, mask=is_key, other=0.0).to(tl.float32)[None, :]
         if HAS_SOFTCAP:
             scores = softcap * (2 * tl.sigmoid(2 * scores / softcap) - 1)  # tanh
         allow = is_key[None, :] & (kv_pos[None, :] <= q_pos[:, None])
@@ -175,13 +254,12 @@ def attend_kernel(
         weights = tl.exp2(scores - base[:, None])
         fade = tl.exp2(row_max - base)
         row_sum = row_sum * fade + tl.sum(weights, 1)
-        v = tl.load(
-            value_cache + (slot[:, None] * NUM_KV_HEADS + head) * VALUE_DIM + value_dims[None, :],
-            mask=is_key[:, None] & (value_dims < VALUE_DIM)[None, :],
-            other=0.0,
+        is_part = is_key[:, None] & (value_dims < VALUE_DIM)[None, :]
+        v = _load_rows(
+            value_cache, value_scales, row[:, None], value_dims[None, :], is_part, VALUE_DIM, VALUE_FORMAT
         )  # [BLOCK_N, VALUE_PADDED]
-        if QUANTIZED:
-            weights *= tl.load(value_scales + scale_at, mask=is_key, other=0.0)[None, :]
+        if VALUE_FORMAT == 1 or VALUE_FORMAT == 2:
+            weights *= tl.load(value_scales + row, mask=is_key, other=0.0).to(tl.float32)[None, :]
         acc = acc * fade[:, None] + tl.dot(weights.to(q.dtype), v.to(q.dtype), input_precision=PRECISION)
         row_max = new_max
 

@@ -11,6 +11,7 @@ from transformers.masking_utils import causal_mask_function
 
 from engine_worker.model.attention import AttentionCall
 from engine_worker.model.backend_reference import ReferenceBackend
+from engine_worker.model.kv_format import choose_format
 from engine_worker.model.kv_tensors import KVTensors
 from engine_worker.model.masks import MaskTag
 from tests.engine_worker.model.interpreted import triton_backend
@@ -39,6 +40,10 @@ CASES = {
     "softcap and sinks": Case(MIXED, sinks=True, softcap=1.5),
     "narrow values": Case(MIXED, key_dim=24, value_dim=12),
     "wide values": Case(MIXED, key_dim=8, value_dim=40),
+    "int8": Case(MIXED, kv_cache_dtype="int8"),
+    "fp8, narrow values": Case(MIXED, kv_cache_dtype="fp8", key_dim=24, value_dim=12),
+    "fp4, dims that no group fills": Case(MIXED, kv_cache_dtype="fp4", key_dim=40, value_dim=20),
+    "int8 and fp4, sinks": Case(MIXED, kv_cache_dtype="k8v4", sinks=True, key_dim=16, value_dim=16),
     "wide heads": Case(((5, 1),), num_kv_heads=1, group=2, key_dim=300, value_dim=130),
 }
 
@@ -66,6 +71,27 @@ def test_splits_do_not_matter(num_cores: int) -> None:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_triton_equals_reference_in_narrow_types(dtype: torch.dtype) -> None:
     assert_equal(Case(MIXED, dtype=dtype, sinks=True), tolerance=3e-2)
+
+
+@pytest.mark.parametrize("kv_cache_dtype", ["int8", "fp8"])
+def test_rows_are_stored_as_the_format_says(kv_cache_dtype: str) -> None:
+    """Bit by bit, zeros, huge numbers, infinities and NaN included."""
+    form = choose_format(kv_cache_dtype, torch.device("cpu"))
+    key = torch.randn(1, 3, 6, 24, generator=torch.Generator().manual_seed(1)) * 3
+    key[0, :, 1] = 0
+    key[0, :, 2] *= 1e30
+    key[0, 1, 3, 5] = torch.nan
+    key[0, 2, 3, 7] = torch.inf
+    value, slots = key[..., :20] * 0.1, torch.tensor([3, 0, 7, 1, 6, 2])
+    ours, theirs = (KVTensors(1, 2, 4, torch.device("cpu"), format=form) for _ in range(2))
+    call = AttentionCall(0, key, key, value, MaskTag(causal_mask_function), 1.0)
+    triton_backend()._write(call, slots, ours)
+    theirs.write(0, slots, key, value)
+    for mine, other in zip(ours.rows(0), theirs.rows(0), strict=True):
+        assert torch.equal(mine.data, other.data)
+        assert mine.scales is not None
+        assert other.scales is not None
+        torch.testing.assert_close(mine.scales, other.scales, rtol=0, atol=0, equal_nan=True)
 
 
 def test_leftovers_behind_a_request_do_no_harm(monkeypatch: pytest.MonkeyPatch) -> None:
