@@ -131,7 +131,7 @@ class KVCacheManager:
             chain = self._chain(request)
             chain.num_registered, chain.caching = len(hit), True
         if request.num_cached_tokens is None:
-            request.num_cached_tokens = request.num_computed
+            request.num_cached_tokens = min(request.num_computed, len(request.prompt_ids))
             self.prefix_cache_queries += request.num_tokens
             self.prefix_cache_hits += request.num_computed
 

@@ -78,14 +78,17 @@ class Scheduler:
         return min(self.config.max_model_len, self._kv.num_blocks * self._kv.block_size + 1)
 
     def add(self, request: Request) -> None:
-        """Queues a new request. Raises RequestTooLarge, or ValueError for an empty prompt or an id in use."""
+        """Queues a new request, which may have output already: it goes on as after a preemption.
+
+        Raises RequestTooLarge, or ValueError for an empty prompt or an id in use.
+        """
         if not request.prompt_ids:
             raise ValueError(f"request {request.request_id} has an empty prompt: give at least one token")
         if request.request_id in self._requests:
             raise ValueError(f"request id {request.request_id} is in use: choose another one")
         refuse_too_large(request, self.config.max_model_len, self.max_request_tokens)
         assert request.status is RequestStatus.WAITING
-        assert not request.output_ids
+        assert len(request.output_ids) < request.params.max_tokens
         self._requests[request.request_id] = request
         self._keys[request.request_id] = (request.priority, request.arrival_s, self._num_added)
         self._num_added += 1

@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import NewType
 
+MIN_TEMPERATURE = 1e-5  # below it a request is greedy: dividing by it would overflow float32
+
 BlockId = NewType("BlockId", int)
 BlockHash = NewType("BlockHash", bytes)  # SHA-256 over parent hash and token ids; see core/block_pool.py
 
@@ -53,6 +55,10 @@ class SamplingParams:
     bad_words: tuple[tuple[int, ...], ...] = ()
     num_prompt_logprobs: int | None = None
 
+    @property
+    def is_greedy(self) -> bool:
+        return self.temperature < MIN_TEMPERATURE or self.top_k == 1
+
 
 class RequestStatus(StrEnum):
     WAITING = "waiting"
@@ -78,6 +84,7 @@ class Request:
     """One sequence inside the engine (the n choices of an API request are n of these).
 
     num_computed      tokens whose KV is in the cache blocks of `block_ids`; the only progress counter
+    output_ids        tokens put out; a request that is added with some goes on behind them
     draft_ids         speculated tokens behind the output, there from `Scheduler.speculate` to the step's commit
     num_cached_tokens prompt tokens that the first admission found in the prefix cache; None before it. A resume after
                       preemption does not change it

@@ -35,8 +35,6 @@ from engine_worker.model.sampler_rows import Row, Rows, rows_of
 if TYPE_CHECKING:  # needs llguidance, which an engine without structured output can do without
     from engine_worker.model.token_masks import TokenMasks
 
-MIN_TEMPERATURE = 1e-5  # below it a row is greedy: dividing by it would overflow float32
-
 
 @dataclass(slots=True)
 class _RequestState:
@@ -225,7 +223,7 @@ class Sampler:
         draws: list[Draw] = []
         for i, row in enumerate(rows):
             chosen[row.index] = greedy_ids[i]
-            if sound[i] and not _is_greedy(row.request.params):
+            if sound[i] and not row.request.params.is_greedy:
                 key = self._states[row.request.request_id].key
                 draws.append(Draw(index=i, key=key, position=len(row.output_ids), params=row.request.params))
         if draws:
@@ -316,17 +314,13 @@ class Sampler:
         return {rows[0].request.request_id: tokens[rows[0].index] for rows in verified}
 
 
-def _is_greedy(params: SamplingParams) -> bool:
-    return params.temperature < MIN_TEMPERATURE or params.top_k == 1
-
-
 def _has_penalties(params: SamplingParams) -> bool:
     return params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
 
 
 def _needs_state(params: SamplingParams) -> bool:
     edits = params.logit_bias or params.min_tokens or params.grammar or params.allowed_token_ids or params.bad_words
-    return not _is_greedy(params) or _has_penalties(params) or bool(edits)
+    return not params.is_greedy or _has_penalties(params) or bool(edits)
 
 
 UNSOUND = (

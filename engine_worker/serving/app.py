@@ -13,6 +13,7 @@ from typing import Any
 import msgspec
 
 from engine_worker.contract.errors import ApiError
+from engine_worker.contract.resume import RESUME_PATH
 from engine_worker.serving import metrics
 from engine_worker.serving.http import ClientGone, Exchange, Receive, Scope, Send
 from engine_worker.serving.json_input import parse_object
@@ -40,6 +41,7 @@ class App:
             "/detokenize": {"POST": self._detokenize},
             "/health": {"GET": self._health},
             "/metrics": {"GET": self._metrics},
+            RESUME_PATH: {"POST": self._resume},
             "/internal/state": {"GET": self._state},
             "/internal/tokenizer": {"GET": self._tokenizer},
         }
@@ -88,6 +90,10 @@ class App:
 
     async def _completion(self, exchange: Exchange) -> None:
         await self._worker.loaded().generator.completion(exchange)
+
+    async def _resume(self, exchange: Exchange) -> None:
+        self._check_secret(exchange)
+        await self._worker.loaded().generator.resume(exchange)
 
     async def _models(self, exchange: Exchange) -> None:
         loaded = self._worker.loaded()

@@ -120,7 +120,9 @@ class EngineClient:
             for choice in range(prepared.n):
                 request_id = f"r{next(self._ids)}"
                 params = prepared.params_of(p, choice)
-                result.append(Sequence(request_id, prompt_ids, params, arrival_s, prepared.salt, leader_id))
+                result.append(
+                    Sequence(request_id, prompt_ids, params, arrival_s, prepared.salt, leader_id, prepared.output_ids)
+                )
                 leader_id = leader_id or request_id
         return result
 

@@ -134,6 +134,7 @@ class EngineLoop:
             arrival_s=sequence.arrival_s,
             salt=sequence.salt,
             leader_id=sequence.leader_id,
+            output_ids=list(sequence.output_ids),
         )
         try:
             self._scheduler.add(request)

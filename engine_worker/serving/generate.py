@@ -13,10 +13,12 @@ import time
 import uuid
 from collections.abc import Callable
 from concurrent.futures import Executor
+from functools import partial
 
 from engine_worker.contract.errors import ApiError
+from engine_worker.contract.resume import MARKS_HEADER
 from engine_worker.core.types import FinishReason, SampledToken
-from engine_worker.serving import sse
+from engine_worker.serving import resume, sse
 from engine_worker.serving.detokenizer import Piece, PlacedToken, SequenceText
 from engine_worker.serving.engine_client import Call, EngineClient
 from engine_worker.serving.http import ClientGone, Exchange
@@ -25,6 +27,7 @@ from engine_worker.serving.metrics import RequestMetrics, WorkerMetrics
 from engine_worker.serving.prepare import PreparedCall, Preparer
 from engine_worker.serving.prompt_echo import echoed
 from engine_worker.serving.replies import ChatReply, CompletionReply, Reply, Usage
+from engine_worker.serving.resume import Marks, ended_already
 from engine_worker.serving.token_text import TokenText
 
 logger = logging.getLogger("warmgate.worker")
@@ -36,9 +39,12 @@ _PROMPT_TAIL = 6  # ids of the prompt that a windowed decoder gets as context
 class Generation:
     """One request's sequences on their way to text."""
 
-    def __init__(self, prepared: PreparedCall, tokens: TokenText, metrics: RequestMetrics) -> None:
+    def __init__(
+        self, prepared: PreparedCall, tokens: TokenText, metrics: RequestMetrics, marks: Marks | None = None
+    ) -> None:
         self._prepared = prepared
         self._metrics = metrics
+        self.marks = marks
         self._tokens = tokens
         self._scores: dict[int, list[SampledToken]] = {}  # prompt -> its tokens behind the first, with logprobs
         self._echoed: dict[int, int] = {}  # sequence -> characters of its prompt, which its answer began with
@@ -57,6 +63,14 @@ class Generation:
             include_stop=prepared.include_stop,
             min_tokens=prepared.params[prompt].min_tokens,
         )
+
+    def replay(self, reply: Reply) -> None:
+        """Put the tokens that were sent elsewhere through everything, and say nothing. Raises ApiError."""
+        for token_id in self._prepared.output_ids:
+            piece = self._piece(0, Update("", SampledToken(token_id), None))
+            if piece.finish_reason is not None:
+                raise ended_already()
+            reply.skip(0, piece)
 
     @property
     def is_finished(self) -> bool:
@@ -80,9 +94,13 @@ class Generation:
                 continue  # part of the prompt was scored
             self._metrics.token(index, update)
             piece = self._piece(index, update)
+            if self.marks is not None:
+                assert update.token is not None, "each piece is a token's"
+                self.marks.note(update.token.token_id)
             if piece.finish_reason is not None:
                 self._num_unfinished -= 1
-                self._metrics.finished(index, piece.finish_reason, text.num_tokens)
+                num_tokens = text.num_tokens - len(self._prepared.output_ids)
+                self._metrics.finished(index, piece.finish_reason, num_tokens)
                 call.finish(index)
             pieces.append((index, piece))
         return pieces
@@ -101,7 +119,7 @@ class Generation:
         if index not in self._echoed:
             at = index // self._prepared.n
             skip = self._prepared.skip_special_tokens
-            prompt, lead = echoed(self._prepared.prompts[at], self._scores[at], self._tokens, skip)
+            prompt, lead = echoed(self._prepared.prompts[at], self._scores.get(at, []), self._tokens, skip)
             self._echoed[index] = len(prompt)
         moved = tuple(PlacedToken(placed.token, placed.offset + self._echoed[index]) for placed in tokens)
         return Piece(prompt + piece.text, lead + moved, piece.finish_reason)
@@ -121,17 +139,19 @@ class Generation:
 
     @property
     def usage(self) -> Usage:
+        told = self._prepared.told_cached
         return Usage(
             prompt_tokens=sum(len(prompt) for prompt in self._prepared.prompts),
             completion_tokens=sum(text.num_tokens for text in self.texts),
-            cached_tokens=sum(self._cached.values()),
+            cached_tokens=sum(self._cached.values()) if told is None else told,
             draft_tokens=sum(drafted for drafted, _ in self._drafts.values()),
             accepted_tokens=sum(accepted for _, accepted in self._drafts.values()),
         )
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Known once the first choice has a token. With several prompts and a stream: of those that have begun."""
-        return [(b"x-warmgate-cached-tokens", str(self.usage.cached_tokens).encode())]
+        headers = [(b"x-warmgate-cached-tokens", str(sum(self._cached.values())).encode())]
+        return headers if self.marks is None else [*headers, (MARKS_HEADER, b"1")]
 
 
 def _error_code(update: Update) -> str | None:
@@ -151,42 +171,60 @@ class Generator:
         self._executor = executor
 
     async def chat(self, exchange: Exchange) -> None:
-        await self._serve(exchange, self._preparer.chat, ChatReply, "chatcmpl-")
+        body = await exchange.body()
+        prepare = partial(self._preparer.chat, body)
+        await exchange.while_connected(
+            self._serve(exchange, prepare, ChatReply, "chatcmpl-" + uuid.uuid4().hex, int(time.time()))
+        )
 
     async def completion(self, exchange: Exchange) -> None:
-        await self._serve(exchange, self._preparer.completion, CompletionReply, "cmpl-")
+        body = await exchange.body()
+        prepare = partial(self._preparer.completion, body)
+        await exchange.while_connected(
+            self._serve(exchange, prepare, CompletionReply, "cmpl-" + uuid.uuid4().hex, int(time.time()))
+        )
+
+    async def resume(self, exchange: Exchange) -> None:
+        """The rest of an answer that another worker began: the body is a ResumeOrder."""
+        order = resume.read_order(await exchange.body())
+        prepare = partial(resume.prepare, self._preparer, order)
+        shape: type[ChatReply | CompletionReply] = ChatReply if order.path == resume.CHAT_PATH else CompletionReply
+        await exchange.while_connected(self._serve(exchange, prepare, shape, order.id, order.created, resumes=True))
 
     async def _serve(
         self,
         exchange: Exchange,
-        prepare: Callable[[bytes], PreparedCall],
-        shape: type[ChatReply] | type[CompletionReply],
-        id_prefix: str,
+        prepare: Callable[[], PreparedCall],
+        shape: type[ChatReply | CompletionReply],
+        answer_id: str,
+        created: int,
+        resumes: bool = False,
     ) -> None:
         arrival_s = time.monotonic()
-        body = await exchange.body()
-
-        async def work() -> None:
-            prepared = await asyncio.get_running_loop().run_in_executor(self._executor, prepare, body)
-            reply = shape(
-                id_prefix + uuid.uuid4().hex,
-                int(time.time()),
-                prepared.model,
-                self._tokens,
-                prepared.num_logprobs,
-                prepared.include_usage,
-                prepared.num_prompt_logprobs,
-                prepared.tools,
-            )
-            with (
-                self._client.submit(prepared) as call,
-                self._metrics.request(prepared, arrival_s) as request_metrics,
-            ):
-                generation = Generation(prepared, self._tokens, request_metrics)
-                answer = _stream if prepared.stream else _answer
-                await answer(exchange, generation, call, reply)
-
-        await exchange.while_connected(work())
+        loop = asyncio.get_running_loop()
+        prepared = await loop.run_in_executor(self._executor, prepare)
+        reply = shape(
+            answer_id,
+            created,
+            prepared.model,
+            self._tokens,
+            prepared.num_logprobs,
+            prepared.include_usage,
+            prepared.num_prompt_logprobs,
+            prepared.tools,
+        )
+        marks = resume.marks_for(prepared, exchange.header(MARKS_HEADER))
+        with (
+            self._client.submit(prepared) as call,
+            self._metrics.request(prepared, arrival_s) as request_metrics,
+        ):
+            generation = Generation(prepared, self._tokens, request_metrics, marks)
+            if prepared.output_ids:  # while the engine computes them
+                await loop.run_in_executor(self._executor, generation.replay, reply)
+            if prepared.stream:
+                await _stream(exchange, generation, call, reply, is_opened=resumes)
+            else:
+                await _answer(exchange, generation, call, reply)
 
 
 async def _answer(exchange: Exchange, generation: Generation, call: Call, reply: Reply) -> None:
@@ -207,23 +245,35 @@ def _joined(pieces: list[Piece]) -> Piece:
     )
 
 
-async def _stream(exchange: Exchange, generation: Generation, call: Call, reply: Reply) -> None:
-    """The answer as it comes, from the first choice's first token on."""
+async def _stream(
+    exchange: Exchange, generation: Generation, call: Call, reply: Reply, is_opened: bool = False
+) -> None:
+    """The answer as it comes, from the first choice's first token on. `is_opened`: its opening was sent elsewhere."""
     pieces: list[tuple[int, Piece]] = []
     while not any(index == 0 for index, _ in pieces):
         pieces += generation.take(call, await call.news())
     pieces.sort(key=lambda item: item[0] != 0)  # stable: the first choice's pieces lead
     await exchange.start(200, [*sse.HEADERS, *generation.headers()])
-    opened: set[int] = set()
+    opened = {0} if is_opened else set()
+    marks = generation.marks
+    frames, ping = (sse.frames, sse.PING) if marks is None else (marks.frames, marks.ping())
     try:
         while True:
-            payloads = [payload for index, piece in pieces for payload in _payloads(reply, opened, index, piece)]
+            payloads: list[bytes] = []
+            for index, piece in pieces:
+                if index not in opened:
+                    opened.add(index)
+                    payloads += reply.opening(index)
+                made = [] if piece.is_empty else reply.chunks(index, piece)
+                payloads += made
+                if marks is not None:
+                    marks.passed(bool(made))
             if generation.is_finished:
                 await exchange.end(sse.frames([*payloads, *reply.closing(generation.usage)]) + sse.DONE)
                 return
             if payloads:
-                await exchange.write(sse.frames(payloads))
-            pieces = generation.take(call, await _news_with_pings(exchange, call))
+                await exchange.write(frames(payloads))
+            pieces = generation.take(call, await _news_with_pings(exchange, call, ping))
     except ClientGone:
         raise
     except Exception as error:
@@ -234,18 +284,10 @@ async def _stream(exchange: Exchange, generation: Generation, call: Call, reply:
         await exchange.end(sse.error_event(error))
 
 
-def _payloads(reply: Reply, opened: set[int], index: int, piece: Piece) -> list[bytes]:
-    payloads = []
-    if index not in opened:
-        opened.add(index)
-        payloads += reply.opening(index)
-    return payloads if piece.is_empty else payloads + reply.chunks(index, piece)
-
-
-async def _news_with_pings(exchange: Exchange, call: Call) -> list[tuple[int, Update]]:
+async def _news_with_pings(exchange: Exchange, call: Call, ping: bytes) -> list[tuple[int, Update]]:
     while True:
         try:
             async with asyncio.timeout(PING_S):
                 return await call.news()
         except TimeoutError:
-            await exchange.write(sse.PING)
+            await exchange.write(ping)

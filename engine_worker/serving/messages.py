@@ -33,7 +33,10 @@ class StartOrder(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Sequence(msgspec.Struct, frozen=True, array_like=True):
-    """One sequence to generate. `arrival_s` is CLOCK_MONOTONIC, which all processes of a machine share."""
+    """One sequence to generate. `arrival_s` is CLOCK_MONOTONIC, which all processes of a machine share.
+
+    `output_ids` are tokens that it has put out elsewhere: it goes on behind them.
+    """
 
     request_id: str
     prompt_ids: list[int]
@@ -41,6 +44,7 @@ class Sequence(msgspec.Struct, frozen=True, array_like=True):
     arrival_s: float
     salt: str = ""
     leader_id: str | None = None
+    output_ids: list[int] = []
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True, tag="add"):

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -42,6 +42,8 @@ class PreparedCall:
                   likeliest tokens in vLLM's `prompt_logprobs`; None for none
     tools         how to find tool calls in the answer; None leaves it text
     kept_special  special tokens that are text although others are skipped: marks of tool calls
+    output_ids    tokens that the only sequence has put out elsewhere, for one that goes on from there (resume.py);
+                  `told_cached` is what its usage says of cached tokens, None for what is found here
     """
 
     model: str
@@ -60,6 +62,8 @@ class PreparedCall:
     num_prompt_logprobs: int | None = None
     tools: ToolUse | None = None
     kept_special: frozenset[int] = frozenset()
+    output_ids: list[int] = field(default_factory=list)
+    told_cached: int | None = None
 
     def params_of(self, prompt: int, choice: int) -> SamplingParams:
         """A choice's parameters: with a seed, each has one of its own; the first alone scores the prompt."""

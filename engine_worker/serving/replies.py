@@ -70,6 +70,10 @@ class Reply(Protocol):
         """Chunks for a piece that is not empty."""
         ...
 
+    def skip(self, index: int, piece: Piece) -> None:
+        """Take note of a piece whose chunks somebody else has sent."""
+        ...
+
     def closing(self, usage: Usage) -> list[bytes]:
         """Chunks after the last choice has ended."""
         ...
@@ -169,6 +173,14 @@ class ChatReply:
             self._held[index] = tokens
         return frames
 
+    def skip(self, index: int, piece: Piece) -> None:
+        if self._tools is None:
+            return
+        calls = self._calls.setdefault(index, ChoiceCalls(self._tools))
+        tokens = self._held.pop(index, ()) + piece.tokens
+        if not calls.push(piece.text, is_end=False) and tokens:
+            self._held[index] = tokens
+
     def closing(self, usage: Usage) -> list[bytes]:
         return [encode(self._chunk.json([], usage=usage.json()))] if self._include_usage else []
 
@@ -234,6 +246,9 @@ class CompletionReply:
 
     def chunks(self, index: int, piece: Piece) -> list[bytes]:
         return [encode(self._envelope.json([self._choice(index, piece)], **self._more))]
+
+    def skip(self, index: int, piece: Piece) -> None:
+        pass
 
     def closing(self, usage: Usage) -> list[bytes]:
         return [encode(self._envelope.json([], usage=usage.json()))] if self._include_usage else []

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import hashlib
 import logging
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -98,6 +100,7 @@ class Worker:
             model=self.config.model,
             served_models=list(self.served_models),
             tokenizer_fingerprint=ready.tokenizer.fingerprint if ready else "",
+            model_fingerprint=_fingerprint(ready) if ready else "",
             dtype=info.dtype if info else "",
             device=info.device if info else "",
             max_model_len=info.max_model_len if info else 0,
@@ -163,6 +166,13 @@ def described(info: ModelInfo) -> str:
     )
 
 
+def _fingerprint(ready: Ready) -> str:
+    """Of all that decides what a request's tokens are and what is written of them."""
+    parts = (ready.info.cache_root.hex(), ready.tokenizer.fingerprint, str(ready.info.max_model_len), _version())
+    return hashlib.sha256("\n".join(parts).encode()).hexdigest()[:32]
+
+
+@functools.cache
 def _version() -> str:
     try:
         return version("warmgate")

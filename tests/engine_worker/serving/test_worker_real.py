@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from tests.engine_worker.serving.marked import check_continuations
 from tests.engine_worker.serving.running_worker import RunningWorker, read_until, running_worker
 
 pytestmark = pytest.mark.engine
@@ -118,3 +119,30 @@ def test_a_missing_model_is_one_sentence(tmp_path: Path) -> None:
         assert worker.process.until_exit() == 1
         assert "Traceback" not in worker.process.output
         assert "nothing" in worker.process.output.splitlines()[-1]
+
+
+SCHEMA = {
+    "type": "object",
+    "properties": {"name": {"type": "string", "maxLength": 12}, "n": {"type": "array", "items": {"type": "integer"}}},
+    "required": ["name", "n"],
+    "additionalProperties": False,
+}
+FORMAT = {"type": "json_schema", "json_schema": {"name": "x", "schema": SCHEMA, "strict": True}}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"temperature": 0},
+        {"temperature": 0, "logprobs": 2},
+        {"temperature": 1.5, "seed": 11, "top_p": 0.9},
+        {"temperature": 0, "repetition_penalty": 1.3, "presence_penalty": 0.7, "frequency_penalty": 0.4},
+        {"temperature": 1.2, "seed": 5, "min_tokens": 30, "bad_words": ["a"], "ignore_eos": False},
+        {"temperature": 1.0, "seed": 3, "response_format": FORMAT, "ignore_eos": False, "max_tokens": 60},
+    ],
+)
+def test_an_answer_goes_on_elsewhere_as_it_went(tiny: RunningWorker, fields: dict[str, Any]) -> None:
+    """Draws, penalties, grammars and limits go by all of the tokens, wherever they were sampled."""
+    body = {"model": "fake", "prompt": "An answer", "max_tokens": 40, "ignore_eos": True, **fields}
+    whole = check_continuations(tiny.http, "/v1/completions", body, every=6)
+    assert len(whole.events()) > 3
