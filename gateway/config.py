@@ -92,6 +92,7 @@ class GatewaySettings(BaseSettings):
     connect_s       to a TCP connection with a replica
     first_token_s   from dispatch to the first token of a streamed answer, then failover
     stuck_after_s   a replica that has answered no poll this long loses the requests still waiting on it to failover
+    resume          answers that break after their first token are continued elsewhere: off, exact or all (resume.py)
     stream_idle_s   between two chunks of a stream, from a replica or to a client that doesn't read
     request_s       a whole request, from its last byte read to its last byte sent
     body_s          for a client to send its request's body
@@ -130,6 +131,7 @@ class GatewaySettings(BaseSettings):
     stream_idle_s: float = Field(default=120.0, gt=0)
     request_s: float = Field(default=1800.0, gt=0)
     body_s: float = Field(default=60.0, gt=0)
+    resume: Literal["off", "exact", "all"] = "exact"
     drain_s: float = Field(default=30.0, ge=0)
     unready_s: float = Field(default=0.0, ge=0)
     slow_start_s: float = Field(default=10.0, ge=0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from engine_worker.contract.errors import ApiError
 from gateway.answer import Answer, Headers
@@ -14,6 +15,9 @@ from gateway.router import Lease
 from gateway.upstream import RawHeaders, UpstreamError, UpstreamFailure, request_headers
 from policies.events import FailureKind
 
+if TYPE_CHECKING:
+    from gateway.resume import Transcript
+
 _CODES = {FailureKind.BROKEN: "replica_failed", FailureKind.TIMEOUT: "timeout"}
 _ENGINE_DIED = b'"engine_restarting"'  # the code in a bundled worker's answer then
 CLIENT_CLOSED_REQUEST = 499  # nginx's status, for metrics and the log only: nobody is there to get it
@@ -21,7 +25,10 @@ CLIENT_CLOSED_REQUEST = 499  # nginx's status, for metrics and the log only: nob
 
 @dataclass(slots=True, eq=False)
 class Exchange:
-    """What the attempts at one request share."""
+    """What the attempts at one request share.
+
+    transcript  what the client has of a stream that can be continued elsewhere; `order` asks for the rest (resume.py)
+    """
 
     record: RequestRecord
     parsed: ParsedRequest
@@ -29,6 +36,8 @@ class Exchange:
     answer: Answer
     client_headers: RawHeaders
     path: str
+    transcript: Transcript | None = None
+    order: bytes = b""
 
     def upstream_headers(self, api_key: str | None) -> bytes:
         return request_headers(self.client_headers, self.record.request_id, api_key)
@@ -49,6 +58,12 @@ class Exchange:
             (b"x-warmgate-policy", decision.policy.encode("ascii")),
             (b"x-warmgate-matched-tokens", b"%d" % decision.matched_tokens),
         ]
+
+    def moved(self, lease: Lease) -> None:
+        """Another replica goes on with the answer; its beginning, and what is said of it, stay as they are."""
+        self.record.num_attempts += 1
+        self.record.broken_at.append(self.record.replica_id)
+        self.record.replica_id = lease.replica.replica_id
 
     def cached(self, cached_tokens: int | None) -> None:
         """What the replica said that it reused."""
@@ -114,9 +129,10 @@ class ReplicaRefused(Exception):
         self.failure = failure
 
 
+BROKEN_OFF = "The replica broke off before its answer was complete."
 _UPSTREAM = {
     UpstreamFailure.CONNECT: (FailureKind.CONNECT, 503, "The replica could not be reached."),
-    UpstreamFailure.BROKEN: (FailureKind.BROKEN, 502, "The replica broke off before its answer was complete."),
+    UpstreamFailure.BROKEN: (FailureKind.BROKEN, 502, BROKEN_OFF),
     UpstreamFailure.TIMEOUT: (FailureKind.TIMEOUT, 504, "The replica did not answer in time."),
 }
 

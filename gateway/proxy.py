@@ -1,6 +1,7 @@
 """A request's way through the gateway: read, parse, place, attempt, and one more attempt where that is allowed.
 
     read the body -> parse -> chains -> place -> attempt -> (failed before the commit point: place elsewhere, once)
+                                                         -> (failed behind it: go on elsewhere, where resume.py can)
 
 Every request leaves through `_conclude`, in one of the end states of observe/record.py. Every lease that was taken is
 ended once, by the relay when the answer is whole, else by `_attempt`. Whatever interrupts the request (the client
@@ -11,6 +12,7 @@ connection, which is how a replica learns to stop.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import time
 from collections.abc import Callable
 from dataclasses import replace
@@ -18,9 +20,18 @@ from dataclasses import replace
 from engine_worker.contract.errors import ApiError
 from gateway.admission import Admission
 from gateway.aliases import Aliases
-from gateway.answer import Answer, ClientGone, Headers, Receive, Scope, Send, Watch, patience_s, read_body, request_id
+from gateway.answer import Answer, ClientGone, Receive, Scope, Send, Watch, patience_s, read_body, request_id
 from gateway.config import GatewaySettings
-from gateway.exchange import CLIENT_CLOSED_REQUEST, Exchange, Failure, ReplicaRefused, of_interrupt, of_upstream
+from gateway.endings import end_broken, give_up, interrupted, quarantined, reject, sentence
+from gateway.exchange import (
+    BROKEN_OFF,
+    CLIENT_CLOSED_REQUEST,
+    Exchange,
+    Failure,
+    ReplicaRefused,
+    of_interrupt,
+    of_upstream,
+)
 from gateway.guard import Guard, Interrupt
 from gateway.observe.access_log import AccessLog
 from gateway.observe.metrics import Metrics
@@ -31,7 +42,8 @@ from gateway.prefix.service import PrefixService
 from gateway.quarantine import Quarantine
 from gateway.relay import Relay
 from gateway.replicas.registry import Registry, Replica
-from gateway.router import Lease, Router
+from gateway.resume import Resumer, can_resume
+from gateway.router import Lease, NoReplica, Router
 from gateway.translate.answer import TranslatedAnswer, Translation
 from gateway.upstream import Upstream, UpstreamError
 from policies.events import FailureKind
@@ -71,7 +83,11 @@ class Proxy:
         self._aliases = Aliases(settings.model_aliases)
         self._num_retrying = 0
         self.on_served: Callable[[ParsedRequest, str, Lease], None] | None = None  # prompts worth keeping (warmup.py)
-        self._relay = Relay(metrics, settings.stream_idle_s, settings.max_response_bytes, settings.max_sse_line_bytes)
+        secret = settings.secret.get_secret_value() if settings.secret is not None else None
+        self._resumer = Resumer(settings.resume, secret, registry, router)
+        self._relay = Relay(
+            metrics, self._resumer, settings.stream_idle_s, settings.max_response_bytes, settings.max_sse_line_bytes
+        )
 
     async def __call__(
         self,
@@ -100,20 +116,20 @@ class Proxy:
             watch.start(receive)
             exchange = Exchange(record, parsed, guard, answer, scope["headers"], path)
             if self._quarantine.holds(path, parsed.body):
-                raise _quarantined()
+                raise quarantined()
             await self._admission.enter()
             try:
                 await self._serve(exchange)
             finally:
                 self._admission.leave()
         except ApiError as error:
-            await self._reject(record, answer, error)
+            await reject(record, answer, error)
         except ClientGone:
             record.ended_at = time.monotonic()
             record.status = CLIENT_CLOSED_REQUEST
             record.end_as(EndState.CLIENT_GONE)
         except asyncio.CancelledError as cancelled:
-            await self._interrupted(record, guard, answer, cancelled)
+            await interrupted(record, guard, answer, cancelled)
         finally:
             guard.close()
             watch.stop()
@@ -137,26 +153,36 @@ class Proxy:
         route = await self._route_request(exchange)
         base_headers = exchange.answer.headers
         lease = await self._place(route, exchange)
+        exchange.placed(lease, base_headers)
         attempt = 1
         try:
             while True:
-                exchange.placed(lease, base_headers)
                 failure = await self._attempt(exchange, lease)
                 if failure is None:
                     if self.on_served is not None and exchange.record.end is EndState.COMPLETED:
                         self.on_served(exchange.parsed, exchange.path, lease)
                     return
+                if exchange.answer.started:
+                    route = replace(route, excluded=route.excluded | {lease.replica.replica_id})
+                    onward = await self._go_on(exchange, route, failure, lease.replica)
+                    if onward is None:
+                        return
+                    route, lease = onward
+                    self._num_retrying += attempt == 1
+                    attempt += 1
+                    continue
                 if failure.is_suspicious and await self._quarantine.settled(exchange.path, exchange.parsed.body):
                     exchange.record.error = failure.log_text
-                    raise _quarantined()
+                    raise quarantined()
                 route = replace(route, excluded=route.excluded | {lease.replica.replica_id})
                 step = self._next_step(failure, attempt, route, lease.replica)
                 if isinstance(step, GiveUp):
-                    return await self._give_up(exchange, failure, step)
+                    return await give_up(exchange, failure, step)
                 self._num_retrying += attempt == 1
                 attempt += 1
                 self._metrics.failed_over(failure.kind.value)
                 lease = await self._place(route, exchange)
+                exchange.placed(lease, base_headers)
         finally:
             self._num_retrying -= attempt > 1
 
@@ -170,11 +196,37 @@ class Proxy:
         count where a replica is gone: what waited there is moved once, and loads the others as it would have anyway.
         """
         num_left = 0 if failure.final else self._router.num_candidates(route)
-        is_gone = failure.kind in _GONE or replica.status is not ReplicaStatus.READY
-        if not is_gone and not allows_retry(self._router.stats.num_in_flight, self._num_retrying):
+        if not self._has_budget(failure, replica):
             num_left = 0
         outcome = Outcome(failure.kind, False, failure.upstream_status, failure.retry_after_s)
         return next_step(outcome, attempt, num_left)
+
+    def _has_budget(self, failure: Failure, replica: Replica) -> bool:
+        is_gone = failure.kind in _GONE or replica.status is not ReplicaStatus.READY
+        return is_gone or allows_retry(self._router.stats.num_in_flight, self._num_retrying)
+
+    async def _go_on(
+        self, exchange: Exchange, route: RouteRequest, failure: Failure, replica: Replica
+    ) -> tuple[RouteRequest, Lease] | None:
+        """Where an answer goes on that broke at `replica`; None when it has ended, in an error event."""
+        exchange.guard.leave()
+        onward, error = None, None
+        if can_resume(exchange.transcript, failure) and self._has_budget(failure, replica):
+            if failure.is_suspicious and await self._quarantine.settled(exchange.path, exchange.parsed.body):
+                error = quarantined()
+            else:
+                onward = self._resumer.elsewhere(exchange, route)
+        if onward is not None:
+            with contextlib.suppress(NoReplica):
+                lease = await self._place(onward, exchange)
+                exchange.moved(lease)
+                self._metrics.resumed(failure.kind.value, "resumed")
+                return onward, lease
+        self._metrics.resumed(failure.kind.value, "given_up")
+        if exchange.record.broken_at and failure.kind is FailureKind.REJECTED:  # words on our order, not the client's
+            failure = Failure(FailureKind.BROKEN, 502, BROKEN_OFF, detail=failure.log_text)
+        await end_broken(exchange, failure, error)
+        return None
 
     async def _route_request(self, exchange: Exchange) -> RouteRequest:
         parsed, record = exchange.parsed, exchange.record
@@ -218,9 +270,7 @@ class Proxy:
                 guard.enter(Interrupt.FIRST_TOKEN_TIMEOUT, self._settings.first_token_s)
             else:
                 guard.leave()
-            response = await self._upstream.post(
-                replica.target(exchange.path), exchange.upstream_headers(replica.api_key), exchange.parsed.body
-            )
+            response = await self._upstream.post(*self._resumer.request(exchange, replica))
             await self._relay.relay(exchange, lease, response)
             if exchange.record.end is EndState.FAILED:  # the stream ended in the replica's own error event
                 self._quarantine.suspect(exchange.path, exchange.parsed.body, replica)
@@ -228,7 +278,7 @@ class Proxy:
         except UpstreamError as error:
             failure = of_upstream(error)
         except SseError as error:
-            failure = Failure(FailureKind.BROKEN, 502, _sentence(str(error)))
+            failure = Failure(FailureKind.BROKEN, 502, sentence(str(error)))
         except ReplicaRefused as error:
             failure = error.failure
         except asyncio.CancelledError as cancelled:
@@ -243,7 +293,8 @@ class Proxy:
         return await self._after(exchange, lease, failure)
 
     async def _after(self, exchange: Exchange, lease: Lease, failure: Failure) -> Failure | None:
-        """End the failed attempt's lease; what was committed ends in an error event, the rest is the caller's."""
+        """End the failed attempt's lease. What was committed and can't go on elsewhere ends in an error event, the rest
+        is the caller's."""
         if not lease.is_open:  # complete, and interrupted while the last bytes were going out
             return None
         lease.fail(failure.kind, failure.upstream_status)
@@ -254,52 +305,10 @@ class Proxy:
         answer = exchange.answer
         if failure.status == CLIENT_CLOSED_REQUEST:
             raise ClientGone
-        if not answer.started:
+        if not answer.started or exchange.transcript is not None:
             return failure
-        exchange.ended(EndState.FAILED, answer.status, failure.log_text)
-        if not answer.completed:
-            exchange.guard.enter(Interrupt.CLIENT_STALLED, 1.0)
-            await answer.error(failure.as_error())
+        await end_broken(exchange, failure)
         return None
-
-    async def _give_up(self, exchange: Exchange, failure: Failure, step: GiveUp) -> None:
-        """The last failure is the answer: the replica's own words where it had any."""
-        if failure.final:
-            raise failure.as_error()
-        if not step.relay or failure.body is None:
-            # The step's message says what the client can do; the failure's own is for the log.
-            exchange.record.error = failure.log_text
-            raise ApiError(step.status, _sentence(step.message), code=step.code, retry_after_s=step.retry_after_s)
-        exchange.ended(EndState.REJECTED, failure.status, failure.log_text)
-        headers: Headers = [(b"content-type", failure.content_type.encode("latin-1"))]
-        if step.retry_after_s is not None:
-            headers.append((b"retry-after", b"%d" % max(1, round(step.retry_after_s))))
-        await exchange.answer.whole(failure.status, headers, failure.body)
-
-    async def _reject(self, record: RequestRecord, answer: Answer, error: ApiError) -> None:
-        record.ended_at = time.monotonic()
-        record.status = error.status
-        record.error = record.error or error.code or error.type
-        record.end_as(EndState.REJECTED)
-        await answer.error(error)
-
-    async def _interrupted(
-        self, record: RequestRecord, guard: Guard, answer: Answer, cancelled: asyncio.CancelledError
-    ) -> None:
-        """Interrupted outside an attempt: while the body came, while waiting for a place, while answering."""
-        reason = guard.translate(cancelled).reason
-        if record.end is not None:
-            return
-        if reason is Interrupt.BODY_TIMEOUT:
-            await self._reject(record, answer, ApiError(408, "The request's body did not arrive in time."))
-            return
-        failure = of_interrupt(reason)
-        if failure.status == CLIENT_CLOSED_REQUEST or answer.started:
-            record.ended_at = time.monotonic()
-            record.status = CLIENT_CLOSED_REQUEST
-            record.end_as(EndState.CLIENT_GONE)
-            return
-        await self._reject(record, answer, failure.as_error())
 
     def _conclude(self, record: RequestRecord) -> None:
         if record.end is None:  # a bug of ours raised: say so in the figures too
@@ -308,15 +317,3 @@ class Proxy:
             record.end_as(EndState.FAILED)
         self._metrics.ended(record)
         self._access_log.write(record)
-
-
-def _quarantined() -> ApiError:
-    message = (
-        "Two replicas died while they were at this request, so it is not given to another one. "
-        "It is refused for some minutes; a changed request is not."
-    )
-    return ApiError(422, message, code="request_quarantined", should_retry=False)
-
-
-def _sentence(message: str) -> str:
-    return message[:1].upper() + message[1:].rstrip(".") + "."

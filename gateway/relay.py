@@ -2,7 +2,8 @@
 
 Nothing goes to the client before the replica has given its first token (streaming) or its whole body (not streaming).
 Up to there every failure is raised with nothing sent, so another replica may be asked and the status stays true. After
-it bytes are relayed as they came; what is raised then ends in an error event (proxy.py).
+it bytes are relayed as they came; what is raised then ends in an error event, or another replica goes on with the
+answer, which comes through here again (proxy.py, resume.py).
 """
 
 from __future__ import annotations
@@ -20,18 +21,23 @@ from gateway.observe.record import EndState
 from gateway.openai.errors import error_in, error_of, in_shape
 from gateway.openai.sse import FRAME, Frame, SseError, StreamScanner, Usage
 from gateway.pump import Pump
+from gateway.resume import Resumer, can_resume
 from gateway.router import Lease
 from gateway.upstream import UpstreamError, UpstreamFailure, UpstreamResponse
 from policies.events import FailureKind
 
 _MAX_ERROR_BYTES = 1024 * 1024
 _DRAIN_S = 1.0
+_RESUMED = b": resumed on another replica\n\n"
 
 
 class Relay:
     """Relays answers of any number of exchanges at once."""
 
-    def __init__(self, metrics: Metrics, stream_idle_s: float, max_response_bytes: int, max_event_bytes: int) -> None:
+    def __init__(
+        self, metrics: Metrics, resumer: Resumer, stream_idle_s: float, max_response_bytes: int, max_event_bytes: int
+    ) -> None:
+        self._resumer = resumer
         self._metrics = metrics
         self._idle_s = stream_idle_s
         self._max_response_bytes = max_response_bytes
@@ -45,6 +51,8 @@ class Relay:
             if response.header(b"content-encoding") not in (None, "identity"):
                 raise UpstreamError(UpstreamFailure.BROKEN, "it compressed a stream that was asked for as it is")
             await self._stream(exchange, lease, response)
+        elif exchange.answer.started:
+            raise UpstreamError(UpstreamFailure.BROKEN, "it was asked to go on with a stream, and its answer is none")
         else:
             await self._whole(exchange, lease, response)
 
@@ -57,22 +65,24 @@ class Relay:
         if cached is None and frame.usage is not None:
             cached = frame.usage.cached_tokens
         exchange.cached(cached)
-        _finish(exchange, lease, frame.usage, 0)
+        _finish(exchange, lease, frame.usage, 0, 0, cached)
         await exchange.answer.whole(response.status, response.headers(), body)
 
     async def _stream(self, exchange: Exchange, lease: Lease, response: UpstreamResponse) -> None:
-        scanner = StreamScanner(
-            self._max_event_bytes, hold_end=exchange.parsed.num_choices == 1, strip_usage=exchange.parsed.adds_usage
-        )
+        num_before = exchange.transcript.num_tokens if exchange.transcript is not None else 0
+        scanner = self._resumer.scanner(exchange, lease.replica, response, self._max_event_bytes)
         first = await self._first_events(scanner, response)
         now = time.monotonic()
-        exchange.record.first_token_at = now
-        lease.replica.waiting.discard(exchange.guard)
-        exchange.cached(response.cached_tokens)
         lease.first_token(response.cached_tokens)
+        self._resumer.begun(exchange, lease, scanner, first, response.cached_tokens)
         exchange.guard.relax()
         exchange.guard.enter(Interrupt.CLIENT_STALLED, self._idle_s)
-        await exchange.answer.start(response.status, response.headers())
+        if exchange.answer.started:
+            first = _RESUMED + first
+        else:
+            exchange.record.first_token_at = now
+            exchange.cached(response.cached_tokens)
+            await exchange.answer.start(response.status, response.headers())
         rest = first
         if exchange.answer.connection is None:
             rest = await self._write_on(exchange, scanner, response, first, now)
@@ -80,17 +90,22 @@ class Relay:
             exchange.answer.push(first)
             pump = Pump(scanner, response, exchange.answer, exchange.guard, self._idle_s, self._metrics.itl)
             rest = await pump.run()
+        lease.replica.waiting.discard(exchange.guard)
         if scanner.broken:
             if rest:
                 await exchange.answer.write(rest)
             raise SseError(scanner.broken)
         if scanner.error is not None:
-            lease.fail(FailureKind.BROKEN)
             told = _error_failure(scanner.error)
+            if can_resume(exchange.transcript, told):
+                if rest:
+                    await exchange.answer.write(rest)
+                raise ReplicaRefused(told)
+            lease.fail(FailureKind.BROKEN)
             exchange.ended(EndState.FAILED, response.status, told.message[:500])
             rest += b"data: " + (told.body or b"") + b"\n\n"
         else:
-            _finish(exchange, lease, scanner.usage, scanner.num_events)
+            _finish(exchange, lease, scanner.usage, scanner.num_events, num_before, response.cached_tokens)
         exchange.guard.enter(Interrupt.CLIENT_STALLED, self._idle_s)
         await exchange.answer.end(rest)
         await self._drain(exchange, response)
@@ -148,17 +163,23 @@ class Relay:
             exchange.guard.translate(error)
 
 
-def _finish(exchange: Exchange, lease: Lease, usage: Usage | None, num_events: int) -> None:
-    """The answer is complete: end the lease and the record."""
+def _finish(
+    exchange: Exchange, lease: Lease, usage: Usage | None, num_events: int, num_before: int, cached: int | None
+) -> None:
+    """The answer is complete: end the lease and the record. Of its tokens `num_before` came from other replicas, and
+    were input to this one; `cached` of its input this one says that it reused."""
     record = exchange.record
-    num_output = num_events
+    num_output = num_events + num_before
     if usage is not None:
-        num_output = usage.completion_tokens if usage.completion_tokens is not None else num_events
+        num_output = usage.completion_tokens if usage.completion_tokens is not None else num_output
         record.prompt_tokens = usage.prompt_tokens if usage.prompt_tokens is not None else record.prompt_tokens
         if record.cached_tokens is None:
             record.cached_tokens = usage.cached_tokens
+        if cached is None:
+            cached = usage.cached_tokens
     record.output_tokens = num_output
-    lease.finish(num_output, record.cached_tokens, usage.prompt_tokens if usage is not None else None)
+    num_input = None if usage is None or usage.prompt_tokens is None else usage.prompt_tokens + num_before
+    lease.finish(max(0, num_output - num_before), cached, num_input)
     exchange.ended(EndState.COMPLETED, 200)
 
 

@@ -36,6 +36,7 @@ class FakeWorker:
     def __init__(self, model: str, script: Script, has_state: bool, incarnation: str) -> None:
         self.model = model
         self.script = script
+        self.next_scripts: list[Script] = []  # for a request each, before `script`; workers may share the list
         self.log = Log()
         self.has_state = has_state
         self.incarnation = incarnation
@@ -140,7 +141,7 @@ class FakeWorker:
         order: ResumeOrder | None = None,
     ) -> bytes:
         """Play the script; a peer that leaves meanwhile counts as an abort."""
-        script = self.script
+        script = self.next_scripts.pop(0) if self.next_scripts else self.script
         if script.poison and script.poison in self.log.last_body:
             await self.on_poison()
         request_id, how = self.log.last_headers.get("x-request-id", ""), "failed"

@@ -106,6 +106,8 @@ class AccessLog:
             "ttft_ms": None if ttft_s is None else round(ttft_s * 1000, 2),
             "total_ms": round((ended_at - record.started_at) * 1000, 2),
         }
+        if record.broken_at:
+            line["resumed_from"] = record.broken_at
         if record.error:
             line["error"] = record.error
         return line

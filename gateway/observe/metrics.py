@@ -73,6 +73,7 @@ class Metrics:
         self._requests: Counter[tuple[str, ...]] = Counter()
         self._decisions: Counter[tuple[str, ...]] = Counter()
         self._failovers: Counter[tuple[str, ...]] = Counter()
+        self._resumes: Counter[tuple[str, ...]] = Counter()
         self._restarts: Counter[tuple[str, ...]] = Counter()
         self._parity: Counter[tuple[str, ...]] = Counter()
         self._models: defaultdict[str, _ModelFigures] = defaultdict(_ModelFigures)
@@ -87,6 +88,10 @@ class Metrics:
 
     def failed_over(self, kind: str) -> None:
         self._failovers[kind,] += 1
+
+    def resumed(self, kind: str, outcome: str) -> None:
+        """`outcome`: resumed (another replica goes on), or given_up."""
+        self._resumes[kind, outcome] += 1
 
     def replica_restarted(self, replica_id: str) -> None:
         self._restarts[replica_id,] += 1
@@ -126,6 +131,7 @@ class Metrics:
             yield _counter(name, text, ("model",), {(model,): count(figures) for model, figures in models})
         yield _counter("decisions", "Routing decisions.", ("policy", "reason"), self._decisions)
         yield _counter("failovers", "Attempts given up before the first token.", ("kind",), self._failovers)
+        yield _counter("resumes", "Streams that broke and could be continued.", ("kind", "outcome"), self._resumes)
         yield _counter("replica_restarts", "Replicas that came back empty.", ("replica",), self._restarts)
         yield _counter("parity_mismatches", "Replicas that tokenize otherwise.", ("replica",), self._parity)
 

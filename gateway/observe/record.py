@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 
 
@@ -23,7 +23,10 @@ class EndState(StrEnum):
 
 @dataclass(slots=True, kw_only=True, eq=False)
 class RequestRecord:
-    """Filled in as the request goes. Times are of the monotonic clock, in seconds; None: it never came to that."""
+    """Filled in as the request goes. Times are of the monotonic clock, in seconds; None: it never came to that.
+
+    `broken_at` are replicas that broke off an answer with which others went on, in order.
+    """
 
     request_id: str
     endpoint: str
@@ -44,6 +47,7 @@ class RequestRecord:
     status: int = 0
     end: EndState | None = None
     error: str = ""
+    broken_at: list[str] = field(default_factory=list)
 
     def end_as(self, end: EndState) -> None:
         assert self.end is None, f"request {self.request_id} ended twice: {self.end}, then {end}"

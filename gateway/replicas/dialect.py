@@ -36,6 +36,8 @@ class Report:
     base_model    the name of the model that the others are adapters of, where it is told
     incarnation   changes when the process behind the address does ("" when the engine has no such thing)
     block_tokens  its KV block size in tokens; `num_blocks` the blocks in all
+    model_fingerprint
+                  the same for workers that can go on with each other's answers
     has_load      whether num_running, num_waiting and kv_usage mean anything
     """
 
@@ -51,6 +53,7 @@ class Report:
     kv_usage: float = 0.0
     queued_prefill_tokens: int | None = None
     tokenizer_fingerprint: str = ""
+    model_fingerprint: str = ""
     kv_events_endpoint: str = ""
     kv_events_replay_endpoint: str = ""
     detail: str = ""

@@ -29,7 +29,9 @@ class Replica:
 
     status, incarnation, models, key_space, block_tokens, num_blocks
               as last told to the fleet (status DOWN and the rest empty before the first report)
-    waiting   guards of the requests that wait there for a first token
+    model_fingerprint
+              the same for bundled workers that can go on with each other's answers; "" for what can't
+    waiting   guards of the requests that wait there for a first token, or whose answer could be continued elsewhere
     gate      how much of the traffic it may have; `num_leases` is what it has now
     drained   somebody wants it to get no new requests
     key_mode  token or text (prefix/); `kv_feed`: how its cache contents are known
@@ -45,6 +47,7 @@ class Replica:
     key_space: KeySpace = NO_SPACE
     block_tokens: int = 0
     num_blocks: int = 0
+    model_fingerprint: str = ""
     dialect: str = ""
     key_mode: str = "text"
     kv_feed: str = "none"
@@ -180,6 +183,7 @@ class Registry:
 
     def reports(self, replica: Replica, report: Report) -> None:
         """A later report of the same process: its status and load."""
+        replica.model_fingerprint = report.model_fingerprint
         self.set_status(replica, report.status, report.detail)
         if report.has_load:
             self._emit(

@@ -58,6 +58,7 @@ class WarmgateDialect:
             kv_usage=min(1.0, max(0.0, used / state.num_blocks)) if state.num_blocks else 0.0,
             queued_prefill_tokens=state.queued_prefill_tokens,
             tokenizer_fingerprint=state.tokenizer_fingerprint,
+            model_fingerprint=state.model_fingerprint,
             kv_events_endpoint=state.kv_events_endpoint,
             kv_events_replay_endpoint=state.kv_events_replay_endpoint,
             detail=state.detail,
