@@ -78,10 +78,7 @@ class Scheduler:
         return min(self.config.max_model_len, self._kv.num_blocks * self._kv.block_size + 1)
 
     def add(self, request: Request) -> None:
-        """Queues a new request, which may have output already: it goes on as after a preemption.
-
-        Raises RequestTooLarge, or ValueError for an empty prompt or an id in use.
-        """
+        """Queues a request, with what output it has. Raises RequestTooLarge; ValueError without a prompt or new id."""
         if not request.prompt_ids:
             raise ValueError(f"request {request.request_id} has an empty prompt: give at least one token")
         if request.request_id in self._requests:

@@ -128,7 +128,7 @@ class Sampler:
         """What seeds the draws of a request that runs ahead (core/ahead.py); None where it takes the likeliest."""
         problem = self._admit(request)
         assert problem is None, "a request that names tokens doesn't run ahead"
-        return None if _is_greedy(request.params) else self._states[request.request_id].key
+        return None if request.params.is_greedy else self._states[request.request_id].key
 
     def release(self, request_id: str) -> None:
         """Forget a request. Unknown ids are fine: greedy requests without penalties leave nothing here."""
