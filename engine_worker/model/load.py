@@ -19,7 +19,7 @@ from engine_worker.model.attention import AttentionBackend
 from engine_worker.model.backends import make_backend
 from engine_worker.model.checkpoint import LoadedCheckpoint, load_checkpoint
 from engine_worker.model.checkpoint_dtype import choose_device
-from engine_worker.model.drafters import make_drafter
+from engine_worker.model.drafters import load_draft, make_drafter
 from engine_worker.model.families import num_layers, refuse_module
 from engine_worker.model.kv_tensors import KVLayout, KVTensors
 from engine_worker.model.memory import format_bytes, num_kv_blocks
@@ -61,8 +61,10 @@ def load_model(config: EngineConfig, progress: Callable[[str], None]) -> ModelRu
     details += prepared.details
     layout = _test(config, checkpoint, backend, max_model_len, details, progress)
 
+    draft = load_draft(config, checkpoint.tokenizer, library, details, progress)
     block_bytes = layout.block_bytes(config.block_size)
-    num_blocks = num_kv_blocks(config, block_bytes, max_model_len, checkpoint.device)
+    draft_bytes = draft.layout.block_bytes(config.block_size) if draft else 0
+    num_blocks = num_kv_blocks(config, block_bytes + draft_bytes, max_model_len, checkpoint.device)
     if prepared.saved_bytes:
         bought = prepared.saved_bytes // block_bytes
         details.append(
@@ -89,13 +91,14 @@ def load_model(config: EngineConfig, progress: Callable[[str], None]) -> ModelRu
         cache_root=_cache_root(checkpoint, layout, [*notes, config.quantization]),
         detail="; ".join(details),
     )
+    sampler = Sampler(info.vocab_size, info.eos_token_ids, checkpoint.device, _masks(checkpoint, info, progress))
     return ModelRunner(
         PackedModel(module, backend, kv),
-        Sampler(info.vocab_size, info.eos_token_ids, checkpoint.device, _masks(checkpoint, info, progress)),
+        sampler,
         info,
         msgspec.structs.replace(checkpoint.tokenizer, max_model_len=max_model_len),
         config.max_num_seqs,
-        make_drafter(config),
+        make_drafter(config, draft, sampler, num_blocks, max_model_len),
     )
 
 

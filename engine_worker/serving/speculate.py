@@ -6,7 +6,9 @@ One that computes (a draft model) is asked only for what is worth it, once there
 
 from __future__ import annotations
 
+import sys
 import time
+import traceback
 from collections.abc import Sequence
 from typing import Protocol
 
@@ -14,6 +16,7 @@ from engine_worker.core.scheduler import Scheduler
 from engine_worker.core.speculation import SpeculationControl
 from engine_worker.core.types import Request, StepPlan
 
+_MAX_FAILURES = 3  # of the drafter in a row: from then on there is no speculation
 _MEMORY = 0.9  # of the measured cost of a level of drafting
 
 
@@ -37,16 +40,17 @@ class Speculator:
         self._most = num_speculative_tokens
         self._control = SpeculationControl()
         self._depth_s = 0.0
+        self._num_failures = 0  # of the drafter, in a row
         self._pending: list[tuple[Request, int, int]] = []
 
     @property
     def is_on(self) -> bool:
         """Whether it pays at present, as far as is known."""
-        return self._control.is_on
+        return self._control.is_on and self._num_failures < _MAX_FAILURES
 
     def before_plan(self) -> None:
         found = self._scheduler.can_speculate(self._most)
-        if not found:
+        if not found or self._num_failures >= _MAX_FAILURES:
             return
         num_decodes = len(found)
         num_queued = self._scheduler.stats().queued_prefill_tokens
@@ -74,7 +78,13 @@ class Speculator:
         if not wanted:
             return []
         begin = time.perf_counter()
-        guesses = self._drafter.propose(wanted)
+        try:
+            guesses = self._drafter.propose(wanted)
+        except Exception:  # guesses are a help, no need: an error in them fails nobody
+            traceback.print_exc(file=sys.stderr)
+            self._num_failures += 1
+            return [()] * len(wanted)
+        self._num_failures = 0
         cost = (time.perf_counter() - begin) / max(most for _, most in wanted)
         self._depth_s = cost if not self._depth_s else _MEMORY * self._depth_s + (1 - _MEMORY) * cost
         return guesses

@@ -15,6 +15,7 @@ from engine_worker.core.scheduler import Scheduler, SchedulerConfig
 from engine_worker.core.types import FinishReason, Request, SampledToken, SamplingParams, Segment
 from engine_worker.model.attention import AttentionBackend
 from engine_worker.model.backend_cpu import CPUBackend
+from engine_worker.model.draft_model import ModelDrafter
 from engine_worker.model.families import num_layers
 from engine_worker.model.kv_tensors import KVTensors
 from engine_worker.model.packed_model import PackedModel
@@ -96,6 +97,7 @@ class TinyEngine:
         check: bool = True,
         guess: Callable[[Request, int], Sequence[int]] | None = None,
     ) -> None:
+        self.drafter: ModelDrafter | None = None
         self.guess = guess  # speculates before each step: (request, most tokens) -> guesses
         vocab_size = module.config.get_text_config().vocab_size
         layers, device = num_layers(module), module.device
@@ -167,6 +169,10 @@ class TinyEngine:
         if self.guess is not None:
             for request, room in self.scheduler.can_speculate(5):
                 self.scheduler.speculate(request, tuple(self.guess(request, room)))
+        if self.drafter is not None:
+            found = [(request, self.scheduler.reserve(request, n)) for request, n in self.scheduler.can_speculate(4)]
+            for (request, _), guesses in zip(found, self.drafter.propose(found), strict=True):
+                self.scheduler.speculate(request, guesses)
         plan = self.scheduler.plan(float(self.num_steps))
         self.num_steps += 1
         for update in self.scheduler.commit(plan, self.runner.execute(plan)):
@@ -177,12 +183,19 @@ class TinyEngine:
             answer.num_cached_tokens = update.num_cached_tokens
             if update.finish_reason is not None:
                 answer.finish_reason, answer.error = update.finish_reason, update.error
-                self.runner.release(update.request_id)
+                self.release(update.request_id)
         self.scheduler.take_events()
         if self.check:
             self.scheduler.check_invariants()
             self.runner.check_invariants()
+            if self.drafter is not None:
+                self.drafter.check_invariants()
 
     def cancel(self, request_id: str) -> None:
         self.scheduler.cancel(request_id)
+        self.release(request_id)
+
+    def release(self, request_id: str) -> None:
         self.runner.release(request_id)
+        if self.drafter is not None:
+            self.drafter.release(request_id)
