@@ -35,6 +35,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
                           `num_cached_blocks` carry a reusable prefix
     queued_prefill_tokens uncached prompt tokens of waiting and running requests not computed yet
     model_fingerprint     the same for workers that can go on with each other's answers (resume.py); "" for none
+    num_idle_checks       times that the engine, without work, found all blocks free and nothing left of any request
     speculation           None where the worker was started without
     kv_events_endpoint    where KV events are published ("" for nowhere); `kv_events_replay_endpoint` replays them
     """
@@ -57,6 +58,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     num_waiting: int = 0
     queued_prefill_tokens: int = 0
     num_preemptions: int = 0
+    num_idle_checks: int = 0
     kv_events_endpoint: str = ""
     kv_events_replay_endpoint: str = ""
     speculation: SpeculationState | None = None

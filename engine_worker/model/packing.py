@@ -63,6 +63,10 @@ class BlockTables:
             del self._known[request_id]
             self._free.append(row)
 
+    @property
+    def num_used(self) -> int:
+        return len(self._rows)
+
     def check_invariants(self) -> None:
         used = list(self._rows.values())
         assert sorted(used + self._free) == list(range(self.table.shape[0])), "a row is lost or owned twice"

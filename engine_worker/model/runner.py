@@ -168,6 +168,12 @@ class ModelRunner:
         self._tables.release(request_id)
         self._sampler.release(request_id)
 
+    def check_idle(self) -> None:
+        """Asserts that nothing is remembered of any request. Cheap: it does not read the cache."""
+        self._tables.check_invariants()
+        assert self._tables.num_used == 0, "a block table of a request that is over"
+        assert getattr(self._sampler, "num_states", 0) == 0, "sampler state of a request that is over"
+
     def check_invariants(self) -> None:
         self._tables.check_invariants()
         self._model.kv.check_invariants()

@@ -3,9 +3,12 @@
 One thread does it all, so a cancel takes effect between two steps and nothing needs a lock. When there is nothing to
 compute the loop sleeps on the inbox.
 
-A step that raises (out of memory, a fault in a kernel) fails the requests in that step and no others; the engine goes
-on. Three such steps in a row mean that the engine itself is broken: the process ends, and the API process starts a
-fresh one. An exception from the scheduler is our own bug and ends the process at once, before it can corrupt a cache.
+A step that raises (a fault in a kernel) fails the requests in that step and no others; the engine goes on. One that
+finds no memory fails the request with most tokens in it, and the others are planned again. Three steps in a row that
+raised otherwise mean that the engine itself is broken: the process ends, and the API process starts a fresh one. An
+exception from the scheduler is our own bug and ends the process at once, before it can corrupt a cache.
+
+After a second without work the engine checks that nothing is left of any request and that its books balance.
 
 With asynchronous scheduling the next step is planned and queued on the device before this one's tokens are read,
 wherever the scheduler can plan that far (core/ahead.py). Everything else is as it was, one step later.
@@ -99,6 +102,8 @@ class EngineLoop:
         self._check_invariants = check_invariants
         self._untouched: dict[str, Request] = {}  # requests without a first token yet
         self._num_failed_steps = 0
+        self._is_checked = False  # since the last step
+        self._num_idle_checks = 0
         self._sent_stats: Stats | None = None
 
     def run(self, should_stop: Callable[[], bool]) -> None:
@@ -106,7 +111,10 @@ class EngineLoop:
         while not should_stop():
             busy = self._scheduler.has_work() or self._ahead is not None
             refused: list[Update] = []
-            for message in self._inbox.receive(0 if busy else _IDLE_POLL_MS):
+            messages = self._inbox.receive(0 if busy else _IDLE_POLL_MS)
+            if not busy and not messages:
+                self._check_idle()
+            for message in messages:
                 if isinstance(message, Shutdown):
                     return
                 refused += self._handle(message)
@@ -114,6 +122,21 @@ class EngineLoop:
             if self._check_invariants:
                 self._scheduler.check_invariants()
             self._tell(refused + updates, num_tokens)
+
+    def _check_idle(self) -> None:
+        """Once after each busy time. A failed check is our own bug and ends the process before it serves on."""
+        if self._is_checked:
+            return
+        self._scheduler.check_invariants()
+        stats = self._scheduler.stats()
+        assert stats.num_free_blocks == stats.num_blocks, "blocks are held though there is no request"
+        assert not self._untouched, "a request that is over is waited for"
+        for part in (self._runner, self._speculator):
+            check = getattr(part, "check_idle", None)
+            if check is not None:
+                check()
+        self._is_checked = True
+        self._num_idle_checks += 1
 
     def _handle(self, message: Add | Cancel) -> list[Update]:
         """Take a message in. Gives updates for the sequences that can't be accepted."""
@@ -144,16 +167,17 @@ class EngineLoop:
         return None
 
     def _step(self) -> tuple[list[Update], int]:
+        self._is_checked = False
         if self._speculator is not None:
             return self._speculative_step(self._speculator)
         if self._launcher is None:
             plan = self._scheduler.plan(time.monotonic())
-            result = self._execute(plan, lambda: self._runner.execute(plan))
+            plan, result = self._execute(plan, lambda: self._runner.execute(plan))
         else:
             plan, launched = self._ahead or self._launch(self._scheduler.plan(time.monotonic()), self._launcher)
             behind = self._scheduler.plan_ahead(plan)
             self._ahead = None if behind is None else self._launch(behind, self._launcher)
-            result = self._execute(plan, launched.result)
+            plan, result = self._execute(plan, launched.result)
         updates = [self._update(update) for update in self._scheduler.commit(plan, result)]
         return updates, plan.num_tokens
 
@@ -161,9 +185,10 @@ class EngineLoop:
         speculator.before_plan()
         plan = self._scheduler.plan(time.monotonic())
         begin = time.perf_counter()
-        result = self._execute(plan, lambda: self._runner.execute(plan))
-        speculator.before_commit(plan, time.perf_counter() - begin)
-        committed = self._scheduler.commit(plan, result)
+        settled, result = self._execute(plan, lambda: self._runner.execute(plan))
+        if settled is plan:
+            speculator.before_commit(plan, time.perf_counter() - begin)
+        committed = self._scheduler.commit(settled, result)
         speculator.after_commit()
         return [self._update(update) for update in committed], plan.num_tokens
 
@@ -173,24 +198,27 @@ class EngineLoop:
         except Exception as error:  # it counts when the step's turn comes
             return plan, _Raised(error)
 
-    def _execute(self, plan: StepPlan, run: Callable[[], StepResult]) -> StepResult:
+    def _execute(self, plan: StepPlan, run: Callable[[], StepResult]) -> tuple[StepPlan, StepResult]:
+        """What is to be committed: the plan and its result, or the part of it that the step's failure settles."""
         if not plan.segments:
-            return StepResult(sampled={})
+            return plan, StepResult(sampled={})
         if all(segment.request.status is RequestStatus.FINISHED for segment in plan.segments):
             with suppress(Exception):  # planned ahead for requests that ended meanwhile: it says nothing of the engine
                 run()
-            return StepResult(sampled={})
+            return plan, StepResult(sampled={})
         try:
             result = run()
         except Exception as error:
-            self._num_failed_steps += 1
             traceback.print_exc(file=sys.stderr)
+            if _is_out_of_memory(error) and self._ahead is None:  # what runs ahead already counts on this step
+                return _only_largest(plan)
+            self._num_failed_steps += 1
             if self._num_failed_steps >= MAX_FAILED_STEPS:
                 raise EngineBroken(f"{self._num_failed_steps} steps in a row failed") from error
             sentence = f"The engine failed in a step with this request ({type(error).__name__})."
-            return StepResult(sampled={}, failed={segment.request.request_id: sentence for segment in plan.segments})
+            return plan, StepResult(sampled={}, failed={s.request.request_id: sentence for s in plan.segments})
         self._num_failed_steps = 0
-        return result
+        return plan, result
 
     def _update(self, update: RequestUpdate) -> Update:
         request_id = update.request_id
@@ -245,5 +273,21 @@ class EngineLoop:
             num_drafts=stats.num_drafts,
             num_draft_tokens=stats.num_draft_tokens,
             num_accepted_tokens=stats.num_accepted_tokens,
+            num_idle_checks=self._num_idle_checks,
             is_speculating=self._speculator is not None and self._speculator.is_on,
         )
+
+
+def _is_out_of_memory(error: Exception) -> bool:
+    """Python's, CUDA's, or the one of torch's CPU allocator, which is known by its words only."""
+    if isinstance(error, MemoryError):
+        return True
+    words = str(error).lower()
+    return isinstance(error, RuntimeError) and ("out of memory" in words or "can't allocate memory" in words)
+
+
+def _only_largest(plan: StepPlan) -> tuple[StepPlan, StepResult]:
+    """The request with most tokens in the step fails, for lack of memory. Of the others nothing has happened."""
+    victim = max(plan.segments, key=lambda segment: (len(segment.token_ids), segment.end))
+    sentence = "The worker has too little memory for this request now. Send a shorter one, or try again later."
+    return StepPlan((victim,)), StepResult(sampled={}, failed={victim.request.request_id: sentence})

@@ -101,6 +101,11 @@ class Speculator:
             self._control.tried(request.request_id, num_drafts, request.num_accepted_tokens - before)
         self._pending = []
 
+    def check_idle(self) -> None:
+        """Asserts that nothing is remembered of any request."""
+        assert self._control.num_requests == 0, "luck of a request that is over"
+        assert getattr(self._drafter, "num_states", 0) == 0, "drafts of a request that is over"
+
     def release(self, request_id: str) -> None:
         self._control.release(request_id)
         self._drafter.release(request_id)

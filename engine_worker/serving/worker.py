@@ -112,6 +112,7 @@ class Worker:
             num_waiting=stats.num_waiting,
             queued_prefill_tokens=stats.queued_prefill_tokens,
             num_preemptions=stats.num_preemptions,
+            num_idle_checks=stats.num_idle_checks,
             kv_events_endpoint=ready.kv_events_endpoint if ready else "",
             kv_events_replay_endpoint=ready.kv_events_replay_endpoint if ready else "",
             speculation=self._speculation(),

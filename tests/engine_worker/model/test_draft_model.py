@@ -1,4 +1,4 @@
-"""A draft model: its guesses change no answer, are right where it is the model itself, and survive all that moves blocks."""
+"""A draft model: it changes no answer, guesses right where it is the model itself, and survives what moves blocks."""
 
 from __future__ import annotations
 

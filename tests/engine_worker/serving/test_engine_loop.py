@@ -153,3 +153,63 @@ def test_an_idle_engine_says_nothing() -> None:
     harness.run()
     assert len(harness.sent) <= 1
     assert all(step.stats == Stats(num_blocks=64, num_free_blocks=64) for step in harness.sent)
+
+
+class Forgetful(Runner):
+    """Finds no memory for more than so many tokens at once, and remembers of requests what a test says."""
+
+    def __init__(self, most: int) -> None:
+        super().__init__()
+        self.most = most
+        self.num_checks = 0
+
+    def execute(self, plan: StepPlan) -> StepResult:
+        if plan.num_tokens > self.most:
+            raise RuntimeError("[enforce fail at alloc_cpu.cpp] DefaultCPUAllocator: can't allocate memory")
+        return super().execute(plan)
+
+    def check_idle(self) -> None:
+        self.num_checks += 1
+
+
+def test_without_memory_the_largest_request_fails_and_the_others_go_on() -> None:
+    """More often than an engine may fail otherwise."""
+    big = [sequence(f"big{i}", f"a much longer prompt than the others {i}") for i in range(MAX_FAILED_STEPS + 1)]
+    harness = Harness(Forgetful(most=9))
+    news = harness.run([Add([sequence("a", "hi"), sequence("b", "yo"), *big])])
+    assert (output(news["a"]), output(news["b"])) == ("hi", "yo")
+    for one in big:
+        assert news[one.request_id][-1].finish_reason is FinishReason.ERROR
+        assert "too little memory" in (news[one.request_id][-1].error or "")
+    assert harness.sent[-1].stats.num_free_blocks == 64
+
+
+class Idle(Harness):
+    """Ends after some polls without a message."""
+
+    def __init__(self, runner: FakeRunner, polls: int) -> None:
+        super().__init__(runner)
+        self.polls = polls
+
+    def receive(self, timeout_ms: int) -> list[ToEngine]:
+        if not self.script and timeout_ms and self.polls:
+            self.polls -= 1
+            return []
+        return super().receive(timeout_ms)
+
+
+def test_the_books_are_checked_once_after_each_busy_time() -> None:
+    runner = Forgetful(most=100)
+    harness = Idle(runner, polls=3)
+    harness.run([Add([sequence("a", "hello")])])
+    assert runner.num_checks == 1
+    assert harness.sent[-1].stats.num_idle_checks == 1
+
+
+def test_a_leak_found_when_idle_ends_the_process() -> None:
+    class Leaky(Forgetful):
+        def check_idle(self) -> None:
+            raise AssertionError("sampler state of a request that is over")
+
+    with pytest.raises(AssertionError, match="sampler state"):
+        Idle(Leaky(most=100), polls=2).run([Add([sequence("a", "hello")])])
