@@ -101,5 +101,5 @@ def test_another_vocabulary_is_refused() -> None:
     other = TokenizerBundle(
         fingerprint="b", tokenizer_json=tokenizer.to_str(), chat_template=None, special_tokens={}, max_model_len=9
     )
-    with pytest.raises(ModelError, match="has another vocabulary than m .see token 'one more'"):
+    with pytest.raises(ModelError, match=r"has another vocabulary than m .see token 'one more'"):
         check_vocabulary(EngineConfig(model="m", speculative="d"), own, other)
