@@ -36,6 +36,7 @@ class EngineConfig:
     speculative       "" (none), "ngram", or a draft model, named as `model` is: what guesses output tokens
     num_speculative_tokens
                       most tokens guessed for a request in a step
+    always_speculate  guess as much as possible even where it is measured not to pay
     ngram_min, ngram_max
                       lengths of the text ends that n-gram guesses look up
     num_threads       torch threads; None shares the machine's cores out
@@ -59,6 +60,7 @@ class EngineConfig:
     async_scheduling: str = "auto"
     speculative: str = ""
     num_speculative_tokens: int = 8
+    always_speculate: bool = False
     ngram_min: int = 2
     ngram_max: int = 4
     num_threads: int | None = None

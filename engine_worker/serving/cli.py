@@ -62,6 +62,7 @@ def parser() -> argparse.ArgumentParser:
         help="plan the next step while one runs (default: with CUDA)",
     )
     add("--speculative", default="", metavar="HOW", help='guess output tokens: "ngram", or a draft model (default: no)')
+    add("--always-speculate", action="store_true", help="guess even where it is measured not to pay")
     add("--num-speculative-tokens", type=_positive, default=8, metavar="N", help="most guesses (default %(default)s)")
     add(
         "--ngram-min", type=_positive, default=2, metavar="N", help="shortest text end to look up (default %(default)s)"
@@ -126,6 +127,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         async_scheduling=args.async_scheduling,
         speculative=args.speculative,
         num_speculative_tokens=args.num_speculative_tokens,
+        always_speculate=args.always_speculate,
         ngram_min=args.ngram_min,
         ngram_max=args.ngram_max,
         num_threads=args.threads,

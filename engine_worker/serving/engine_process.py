@@ -158,7 +158,10 @@ def _serve(order: StartOrder, pipes: Pipes) -> int:
     endpoints = (publisher.endpoint, publisher.replay_endpoint) if publisher else ("", "")
     pipes.send(Ready(runner.info, runner.tokenizer, *endpoints))
     drafter = getattr(runner, "drafter", None)
-    speculator = Speculator(scheduler, drafter, order.config.num_speculative_tokens) if drafter is not None else None
+    speculator = None
+    if drafter is not None:
+        config = order.config
+        speculator = Speculator(scheduler, drafter, config.num_speculative_tokens, config.always_speculate)
     loop = EngineLoop(
         scheduler,
         runner,

@@ -34,11 +34,13 @@ class Drafter(Protocol):
 class Speculator:
     """Call `before_plan`, then plan; after the step ran `before_commit`, and after its commit `after_commit`."""
 
-    def __init__(self, scheduler: Scheduler, drafter: Drafter, num_speculative_tokens: int) -> None:
+    def __init__(
+        self, scheduler: Scheduler, drafter: Drafter, num_speculative_tokens: int, always: bool = False
+    ) -> None:
         self._scheduler = scheduler
         self._drafter = drafter
         self._most = num_speculative_tokens
-        self._control = SpeculationControl()
+        self._control = SpeculationControl(always)
         self._depth_s = 0.0
         self._num_failures = 0  # of the drafter, in a row
         self._pending: list[tuple[Request, int, int]] = []
