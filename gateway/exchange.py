@@ -110,10 +110,17 @@ class Failure:
         )
 
     @property
+    def is_gone(self) -> bool:
+        """The replica, or the engine behind it, is no more: what it had must go elsewhere."""
+        if self.kind is FailureKind.REJECTED:
+            return self.body is not None and _ENGINE_DIED in self.body
+        return self.kind in (FailureKind.CONNECT, FailureKind.BROKEN)
+
+    @property
     def is_suspicious(self) -> bool:
         """The request may have brought the replica down. (An engine can die behind an API that says so.)"""
         if self.kind is FailureKind.REJECTED:
-            return self.status == 500 or (self.body is not None and _ENGINE_DIED in self.body)
+            return self.status == 500 or self.is_gone
         return self.kind is FailureKind.BROKEN
 
     @property

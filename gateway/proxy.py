@@ -50,7 +50,6 @@ from policies.events import FailureKind
 from policies.retry import GiveUp, Outcome, Retry, allows_retry, next_step
 from policies.types import ReplicaStatus, RouteRequest
 
-_GONE = (FailureKind.CONNECT, FailureKind.BROKEN)
 _BYTES_PER_TOKEN = 4  # an estimate, for requests that have no chain
 
 
@@ -202,7 +201,7 @@ class Proxy:
         return next_step(outcome, attempt, num_left)
 
     def _has_budget(self, failure: Failure, replica: Replica) -> bool:
-        is_gone = failure.kind in _GONE or replica.status is not ReplicaStatus.READY
+        is_gone = failure.is_gone or replica.status is not ReplicaStatus.READY
         return is_gone or allows_retry(self._router.stats.num_in_flight, self._num_retrying)
 
     async def _go_on(
