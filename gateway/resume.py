@@ -18,7 +18,7 @@ import msgspec
 
 from engine_worker.contract.resume import MARKS_HEADER, RESUME_PATH, ResumeOrder
 from gateway.exchange import Exchange, Failure
-from gateway.openai.marks import MarkedScanner
+from gateway.openai.marks import MarkedScanner, told_ids
 from gateway.openai.sse import StreamScanner, events
 from gateway.replicas.registry import Registry, Replica
 from gateway.router import Lease, Router
@@ -59,14 +59,15 @@ class Transcript:
 
     @property
     def num_tokens(self) -> int:
-        return self.told.count(b",")
+        """As many as the marks' numbers."""
+        return sum(line.count(b",") + 1 for line in self.told.split(b"\n") if line)
 
     def order(self, path: str, body: bytes) -> bytes | None:
         """What asks a worker for the rest of the answer to `body`; None where the stream doesn't say enough."""
         try:
             first = next(data for _, data in events(self.head, 0))
             head = msgspec.json.decode(first, type=_Head)
-            ids = [int(part) for part in self.told.split(b",")[:-1]]
+            ids = told_ids(self.told)
         except (StopIteration, ValueError, msgspec.DecodeError):
             return None
         return msgspec.json.encode(

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine_worker.contract.resume import marked
-from gateway.openai.marks import MarkedScanner
+from gateway.openai.marks import MarkedScanner, told_ids
 
 MAX = 100_000
 
@@ -37,12 +38,13 @@ STREAM = b"".join(data if ids is None else marked(data, ids) for ids, data in RE
 PLAIN = b"".join(data for _, data in RECORDED)
 END = event("last") + FINISH + USAGE + DONE
 # What may have been passed on, with the tokens that then are told.
-STATES = {b"": b""}
-_data, _told = b"", b""
+STATES: dict[bytes, list[int]] = {b"": []}
+_data: bytes = b""
+_told: list[int] = []
 for _ids, _event in RECORDED:
     _data += _event
     if _ids is not None:
-        _told += b"".join(b"%d," % token_id for token_id in _ids)
+        _told = _told + _ids
         STATES[_data] = _told
 
 
@@ -54,7 +56,7 @@ def feed(scanner: MarkedScanner, data: bytes, cuts: list[int]) -> bytes:
             out += scanner.feed(data[at:cut])
             scanner.check_invariants()
             if not scanner.done:
-                assert STATES[out] == bytes(scanner.told)
+                assert STATES[out] == told_ids(scanner.told)
             at = cut
     return out
 
@@ -65,7 +67,7 @@ def test_every_split_into_two() -> None:
         assert feed(scanner, STREAM + END, [cut]) == PLAIN + END
         assert scanner.done
         assert not scanner.broken
-        assert bytes(scanner.told) == b"17,18,19,20,4711,"
+        assert told_ids(scanner.told) == [17, 18, 19, 20, 4711]
         assert scanner.usage is not None
 
 
@@ -76,7 +78,7 @@ def test_a_stream_that_breaks_anywhere_has_told_what_was_passed_on(cuts: list[in
     scanner = MarkedScanner(MAX, bytearray())
     out = feed(scanner, data, [cut for cut in cuts if cut < stop])
     if stop < len(STREAM + END):
-        assert STATES[out] == bytes(scanner.told)
+        assert STATES[out] == told_ids(scanner.told)
         assert scanner.close() == b""
         assert scanner.broken
 
@@ -89,14 +91,26 @@ def test_an_error_takes_along_what_no_mark_vouches_for(cuts: list[int], parts: i
     out = feed(scanner, data, [cut for cut in cuts if cut < len(data)])
     assert scanner.error is not None
     assert scanner.error["code"] == "engine_restarting"
-    assert STATES[out] == bytes(scanner.told)
+    assert STATES[out] == told_ids(scanner.told)
+
+
+@pytest.mark.parametrize("usage", [{}, {"usage": None}])
+@pytest.mark.parametrize("strips", [True, False])
+def test_an_event_read_alone_is_what_it_is_among_others(usage: dict[str, None], strips: bool) -> None:
+    plain = event('say "finish_reason":"stop", [DONE] and "error"', **usage)
+    alone, among = MarkedScanner(MAX, bytearray(), strips), MarkedScanner(MAX, bytearray(), strips)
+    out = alone.feed(marked(plain, [1]))
+    assert among.feed(marked(event("x"), [0]) + marked(plain, [1])) == event("x") + out
+    assert out == (plain.replace(b',"usage":null', b"") if strips else plain)
+    assert (alone.num_events, among.num_events) == (1, 2)
+    assert not alone.finished
 
 
 def test_tokens_are_told_behind_those_of_the_stream_before() -> None:
-    told = bytearray(b"1,2,")
+    told = bytearray(b"1,2\n")
     scanner = MarkedScanner(MAX, told)
     scanner.feed(marked(event("x"), [3]))
-    assert bytes(told) == b"1,2,3,"
+    assert told_ids(told) == [1, 2, 3]
 
 
 def test_the_usage_is_taken_out_as_ever() -> None:
