@@ -12,6 +12,7 @@ in x-warmgate-secret; without one configured there is no administration over HTT
 from __future__ import annotations
 
 import hmac
+import ipaddress
 from typing import TYPE_CHECKING
 
 import msgspec
@@ -28,6 +29,37 @@ if TYPE_CHECKING:
 SECRET_HEADER = "x-warmgate-secret"
 
 
+def is_operator(gateway: Gateway, request: Request) -> bool:
+    """Whether the pages for operators are open to whoever asks: to all while there are no API keys; then to this
+    machine, and to others with the secret (in our header, or as a bearer token, which Prometheus can send)."""
+    if gateway.tenancy.is_open or (request.client is not None and _is_loopback(request.client.host)):
+        return True
+    scheme, _, token = request.headers.get("authorization", "").partition(" ")
+    given = request.headers.get(SECRET_HEADER) or (token.strip() if scheme.lower() == "bearer" else "")
+    return _is_secret(gateway, given)
+
+
+def check_operator(gateway: Gateway, request: Request) -> None:
+    """Raises ApiError(401)."""
+    if not is_operator(gateway, request):
+        message = f"This page is for operators: send WARMGATE_SECRET as {SECRET_HEADER} or as a bearer token."
+        raise ApiError(401, message, code="wrong_secret")
+
+
+def _is_loopback(host: str) -> bool:
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def _is_secret(gateway: Gateway, given: str) -> bool:
+    secret = gateway.settings.secret
+    if secret is None or not secret.get_secret_value():
+        return False
+    return hmac.compare_digest(given.encode("utf-8", "surrogateescape"), secret.get_secret_value().encode())
+
+
 def _over_s(request: Request) -> float:
     text = request.query_params.get("over_s", "0")
     try:
@@ -42,11 +74,10 @@ def _over_s(request: Request) -> float:
 def admin_routes(gateway: Gateway) -> list[Route]:
     def check_secret(request: Request) -> None:
         secret = gateway.settings.secret
-        if secret is None:
+        if secret is None or not secret.get_secret_value():
             message = "Administration needs a shared secret: start the gateway with WARMGATE_SECRET set."
             raise ApiError(403, message, code="no_secret")
-        given = request.headers.get(SECRET_HEADER, "").encode("utf-8", "surrogateescape")
-        if not hmac.compare_digest(given, secret.get_secret_value().encode()):
+        if not _is_secret(gateway, request.headers.get(SECRET_HEADER, "")):
             raise ApiError(401, f"The header {SECRET_HEADER} is missing or wrong.", code="wrong_secret")
 
     async def drain(request: Request) -> Response:

@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import re
 import time
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from starlette.applications import Starlette
@@ -38,13 +39,16 @@ from gateway.replicas.warmup import Warmer, WarmupCollector
 from gateway.router import Router
 from gateway.routes import cold_routes
 from gateway.sharing.figures import SharingCollector
-from gateway.translate.answer import Translation, with_bearer
+from gateway.tenancy.directory import Identity
+from gateway.tenancy.figures import TenantCollector
+from gateway.tenancy.service import Tenancy
+from gateway.translate.answer import Translation
 from gateway.translate.count import TokenCounter
 from gateway.translate.messages import MessagesTranslation
 from gateway.translate.responses import ResponsesTranslation
 from gateway.translate.store import ResponseStore
 from gateway.upstream import Upstream
-from policies.events import FailureKind
+from policies.events import Event, FailureKind, Joined, StatsReported, StatusChanged
 from policies.fleet import FleetState
 from policies.registry import fleet_config, make_policy
 from policies.types import ReplicaStatus
@@ -53,6 +57,7 @@ from policies.warm_queue import hold_of
 if TYPE_CHECKING:
     from gateway.sharing.hub import Sharing
 
+_ROOM_EVENTS = (Joined, StatusChanged, StatsReported)
 _SLASHES = re.compile(r"/{2,}")
 _FIRST_POLLS_S = 2.0
 _CORS_MAX_AGE_S = 24 * 3600
@@ -87,7 +92,7 @@ for _name, _route in {
 class Gateway:
     """The ASGI application. Built without a loop; lives between lifespan's startup and shutdown.
 
-    Raises policies.registry.UnknownPolicy and OSError (the access log's file) when built.
+    Raises policies.registry.UnknownPolicy, KeysError and OSError (the access log's file) when built.
     """
 
     def __init__(self, settings: GatewaySettings) -> None:
@@ -102,9 +107,12 @@ class Gateway:
         self.router.registry = self.registry
         self.access_log = AccessLog(settings.access_log)
         self.draining = False
+        self.tenancy = Tenancy(settings)
+        self.metrics.registry.register(TenantCollector(self.tenancy.figures))
         self.admission = Admission(
-            settings.max_in_flight or affordable_in_flight(), settings.max_queued, settings.queue_s
+            settings.max_in_flight or affordable_in_flight(), settings.max_queued, settings.queue_s, self._room()
         )
+        self.router.listeners.append(self._more_room)
         if settings.shadow_policies:
             shadows = self.router.shadows = Shadows(settings.shadow_policies, settings.shadow_share, settings.seed)
             self.metrics.registry.register(ShadowCollector(shadows))
@@ -151,13 +159,23 @@ class Gateway:
         if not route.api:
             await self._proxy(scope, receive, send, route.endpoint, route.path)
             return
-        scope = with_bearer(scope)
         if route.api == "count_tokens":
             assert self._counter is not None
             await self._counter(scope, receive, send)
             return
         translation = ResponsesTranslation(self.responses) if route.api == "responses" else MessagesTranslation()
         await self._proxy(scope, receive, send, route.endpoint, route.path, translation)
+
+    def _room(self) -> Callable[[str], int] | None:
+        """How many requests for a model the fleet should have at once, where anybody wants to know."""
+        slots, registry = self.settings.replica_slots, self.registry
+        if slots:
+            return lambda model: slots * len(registry.ready(model))
+        return None if self.tenancy.is_open else registry.num_slots
+
+    def _more_room(self, event: Event) -> None:
+        if self.admission.num_queued and isinstance(event, _ROOM_EVENTS):
+            self.admission.pump()
 
     async def _count_by_replica(self, scope: Scope, receive: Receive, send: Send, translation: Translation) -> None:
         assert self._proxy is not None
@@ -174,10 +192,11 @@ class Gateway:
         self.draining = draining
         self.admission.is_closed = draining
 
-    def listed_models(self) -> list[tuple[str, str]]:
-        """Every name that may be asked for, with the model that it means."""
+    def listed_models(self, identity: Identity | None = None) -> list[tuple[str, str]]:
+        """Every name that may be asked for (by that key), with the model that it means."""
         served = self.registry.model_names
-        return [*((model, model) for model in sorted(served)), *self._aliases.listed(served)]
+        names = [*((model, model) for model in sorted(served)), *self._aliases.listed(served)]
+        return [pair for pair in names if identity is None or identity.may_use(*pair)]
 
     async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
@@ -223,7 +242,7 @@ class Gateway:
         quarantine = Quarantine(monitor.has_died, time.monotonic)
         self._proxy = Proxy(
             settings, self.registry, self.router, prefix, upstream, self.metrics, self.access_log, on_trouble,
-            quarantine, self.admission,
+            quarantine, self.admission, self.tenancy,
         )  # fmt: skip
         prompts = HotPrompts(settings.warmup_store_bytes)
         warmer = self.warmer = Warmer(
@@ -235,12 +254,14 @@ class Gateway:
             self.metrics.registry.register(WarmupCollector(prompts, lambda: list(warmer.outcomes.items())))
         loop_watch = LoopWatch(self.metrics.loop_lag)
         self._counter = TokenCounter(
-            prefix, self.registry, self.model_for, self._count_by_replica, settings.max_body_bytes, settings.body_s
-        )
+            prefix, self.registry, self.model_for, self._count_by_replica, settings.max_body_bytes, settings.body_s,
+            self.tenancy.identify,
+        )  # fmt: skip
         monitor.start()
         loop_watch.start()
         if self.sharing is not None:
             self.sharing.start()
+        self.tenancy.start()
         try:
             await monitor.first_polls(_FIRST_POLLS_S)  # meanwhile the kernel keeps connections waiting
             yield self
@@ -249,6 +270,7 @@ class Gateway:
             await warmer.close()
             if self.sharing is not None:
                 await self.sharing.close()
+            await self.tenancy.close()
             await quarantine.close()
             await monitor.close()
             await upstream.close()
@@ -290,5 +312,5 @@ class Gateway:
 
 
 def create_app(settings: GatewaySettings) -> Gateway:
-    """Raises policies.registry.UnknownPolicy, and OSError when the access log's file can't be opened."""
+    """Raises policies.registry.UnknownPolicy, KeysError, and OSError when the access log's file can't be opened."""
     return Gateway(settings)

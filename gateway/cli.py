@@ -14,6 +14,9 @@ from typing import Annotated
 
 import typer
 
+from gateway.tenancy.command import app as keys_app
+from gateway.tenancy.keys import KeysError
+
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
 app = typer.Typer(
@@ -23,6 +26,9 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
     help="A cache-aware LLM gateway: each request goes to the replica that holds its prefix warm.",
 )
+
+
+app.add_typer(keys_app, name="keys")
 
 
 class UserError(Exception):
@@ -67,7 +73,7 @@ def _setting_flags(arguments: list[str], names: frozenset[str]) -> dict[str, obj
             guess = difflib.get_close_matches(name, names, n=1)
             hint = f"; did you mean --{guess[0].replace('_', '-')}?" if guess else "; see warmgate serve --help"
             raise UserError(f"there is no option {flag}{hint}")
-        if name in ("secret", "redis_url"):
+        if name in ("secret", "redis_url", "salt_secret"):
             variable = f"WARMGATE_{name.upper()}"
             raise UserError(f"a secret on the command line shows in every process list: set {variable} instead")
         if not equals:
@@ -163,7 +169,7 @@ def _become(module: str, arguments: list[str], extra: str, who: str) -> None:
 def main() -> None:
     try:
         app()
-    except UserError as error:
+    except (UserError, KeysError) as error:
         print(f"warmgate: {error}", file=sys.stderr)
         sys.exit(2)
 

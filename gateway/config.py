@@ -40,7 +40,10 @@ class ReplicaSpec(BaseModel):
     name     its id in headers, metrics and logs (default: host:port)
     dialect  how its state is read; `auto` finds out
     tokenizer a folder with tokenizer.json, for engines that don't serve their tokenizer
-    api_key  sent to the replica as a bearer token in place of the client's
+    api_key  sent to the replica as a bearer token (the client's own key never is)
+    cache_salt
+             whether it keeps prompts with different `cache_salt` apart in its cache (default: bundled workers and vLLM
+             do). False: the field isn't sent there
     """
 
     model_config = ConfigDict(extra="forbid", frozen=True)
@@ -51,6 +54,7 @@ class ReplicaSpec(BaseModel):
     dialect: DialectName = "auto"
     tokenizer: Path | None = None
     api_key: SecretStr | None = None
+    cache_salt: bool | None = None
 
     @field_validator("url")
     @classmethod
@@ -110,6 +114,16 @@ class GatewaySettings(BaseSettings):
                     default, keeps none
     warmup_s        for a replica that comes (back) to be given the hottest of them
     handover_s      for those of a replica that drains to be given to others
+    keys_file       who may use this gateway: the file that `warmgate keys` writes (tenancy/); read anew when it changes
+    keys_redis      the same from Redis, for all gateways of the fleet
+    keys_stale_s    how long the keys known stay in use while they can't be read
+    allow_open      listen on other addresses than loopback without keys
+    salt_secret     what tenants' cache salts are made with, the same on all gateways (default: kept with the keys)
+    share_prefixes  tenants that may share cached prefixes: `GROUP=tenant,tenant GROUP=...`
+    unsalted_replicas
+                    whether requests with keys may go to replicas that can't keep tenants' caches apart: refuse or allow
+    replica_slots   requests that a replica gets at once, the surplus waiting here, fairly between tenants; 0: with keys
+                    it is learned from replicas that report a queue of their own, without keys there is no bound
     model_aliases   other names for models (aliases.py): a mapping, or `alias=model,...`
     allowed_origins web pages that may call this gateway from a browser: `https://example.com,...`, or `*`
     responses_store_bytes
@@ -120,6 +134,15 @@ class GatewaySettings(BaseSettings):
 
     replicas: Annotated[list[ReplicaSpec], NoDecode] = Field(default_factory=list)
     policy: str = "warm"
+    keys_file: Path | None = None
+    keys_redis: bool = False
+    keys_stale_s: float = Field(default=3600.0, gt=0)
+    allow_open: bool = False
+    salt_secret: SecretStr | None = Field(default=None, min_length=16)
+    share_prefixes: Annotated[dict[str, list[str]], NoDecode] = Field(default_factory=dict)
+    unsalted_replicas: Literal["refuse", "allow"] = "refuse"
+    replica_slots: int = Field(default=0, ge=0)
+
     host: str = "127.0.0.1"
     port: int = Field(default=8000, ge=0, le=65535)
     secret: SecretStr | None = None
@@ -203,6 +226,31 @@ class GatewaySettings(BaseSettings):
         if any("=" not in pair for pair in pairs):
             raise ValueError("write aliases like `gpt-4o=my-model,claude-*=my-model`")
         return dict(pair.split("=", 1) for pair in pairs)
+
+    @field_validator("keys_file", "salt_secret", mode="before")
+    @classmethod
+    def _empty_is_none(cls, value: Any) -> Any:
+        return None if value == "" else value
+
+    @field_validator("share_prefixes", mode="before")
+    @classmethod
+    def _split_groups(cls, value: Any) -> Any:
+        if isinstance(value, str):
+            pairs = [part.partition("=") for part in re.split(r"[\s;]+", value) if part]
+            value = {group: [name for name in tenants.split(",") if name] for group, _, tenants in pairs}
+        if isinstance(value, Mapping):
+            named = [tenant for tenants in value.values() if isinstance(tenants, list) for tenant in tenants]
+            if any(not tenants for tenants in value.values()) or len(set(map(str, named))) < len(named):
+                raise ValueError("write groups like `GROUP=tenant,tenant OTHER=tenant`, each tenant in one of them")
+        return value
+
+    @model_validator(mode="after")
+    def _check_keys(self) -> GatewaySettings:
+        if self.keys_redis and self.redis_url is None:
+            raise ValueError("keys_redis needs WARMGATE_REDIS_URL, such as redis://127.0.0.1:6379/0")
+        if self.keys_redis and self.keys_file is not None:
+            raise ValueError("keys are in a file or in Redis: give keys_file or keys_redis, not both")
+        return self
 
     @field_validator("allowed_origins", "shadow_policies", mode="before")
     @classmethod

@@ -11,7 +11,10 @@ from gateway.answer import Answer, Headers
 from gateway.guard import Guard, Interrupt
 from gateway.observe.record import EndState, RequestRecord
 from gateway.openai.parse import ParsedRequest
+from gateway.openai.sse import StreamScanner
+from gateway.replicas.registry import Replica
 from gateway.router import Lease
+from gateway.tenancy.service import Visit
 from gateway.upstream import RawHeaders, UpstreamError, UpstreamFailure, request_headers
 from policies.events import FailureKind
 
@@ -38,6 +41,23 @@ class Exchange:
     path: str
     transcript: Transcript | None = None
     order: bytes = b""
+    scanner: StreamScanner | None = None
+    visit: Visit | None = None
+
+    def settle(self) -> float:
+        """Let the tenant pay for what is known to be used, if that has not been done. Returns the service it got."""
+        if self.visit is None:
+            return 0.0
+        num_tokens = self.scanner.num_events if self.scanner is not None else 0
+        if self.transcript is not None:
+            num_tokens = self.transcript.num_tokens
+        self.visit.end(self.record, num_tokens)
+        return self.visit.service
+
+    def body_for(self, replica: Replica) -> bytes:
+        """The body, without our salt for a replica that doesn't know the field."""
+        parsed = self.parsed
+        return parsed.body if parsed.unsalted is None or replica.keeps_apart else parsed.unsalted
 
     def upstream_headers(self, api_key: str | None) -> bytes:
         return request_headers(self.client_headers, self.record.request_id, api_key)
@@ -77,6 +97,7 @@ class Exchange:
         record.status = status
         record.error = error
         record.ended_at = time.monotonic()
+        self.settle()
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,7 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from engine_worker.contract.errors import ApiError
-from gateway.admission import Admission
+from gateway.admission import ANYONE, Admission
 from gateway.aliases import Aliases
 from gateway.answer import Answer, ClientGone, Receive, Scope, Send, Watch, patience_s, read_body, request_id
 from gateway.config import GatewaySettings
@@ -44,6 +44,9 @@ from gateway.relay import Relay
 from gateway.replicas.registry import Registry, Replica
 from gateway.resume import Resumer, can_resume
 from gateway.router import Lease, NoReplica, Router
+from gateway.tenancy.directory import Identity
+from gateway.tenancy.refusals import shut_out
+from gateway.tenancy.service import Tenancy
 from gateway.translate.answer import TranslatedAnswer, Translation
 from gateway.upstream import Upstream, UpstreamError
 from policies.events import FailureKind
@@ -68,6 +71,7 @@ class Proxy:
         on_trouble: Callable[[Replica, Failure], None],
         quarantine: Quarantine,
         admission: Admission,
+        tenancy: Tenancy,
     ) -> None:
         self._settings = settings
         self._registry = registry
@@ -79,6 +83,8 @@ class Proxy:
         self._on_trouble = on_trouble
         self._quarantine = quarantine
         self._admission = admission
+        self._tenancy = tenancy
+        self._keeps_apart = settings.unsalted_replicas == "refuse"
         self._aliases = Aliases(settings.model_aliases)
         self._num_retrying = 0
         self.on_served: Callable[[ParsedRequest, str, Lease], None] | None = None  # prompts worth keeping (warmup.py)
@@ -107,8 +113,10 @@ class Proxy:
             answer = TranslatedAnswer(scope, send, translation, record)
         answer.headers = [(b"x-request-id", record.request_id.encode("ascii"))]
         watch = Watch(scope, guard)
+        visit = None
         try:
-            parsed = await self._read(scope, receive, guard, endpoint, translation)
+            identity = self._tenancy.identify(scope)
+            parsed = await self._read(scope, receive, guard, endpoint, translation, identity)
             if (patience := patience_s(scope)) is not None:
                 guard.hurry(patience)
             record.stream = parsed.stream
@@ -116,11 +124,15 @@ class Proxy:
             exchange = Exchange(record, parsed, guard, answer, scope["headers"], path)
             if self._quarantine.holds(path, parsed.body):
                 raise quarantined()
-            await self._admission.enter()
+            claim = ANYONE
+            if identity is not None:
+                visit = exchange.visit = await self._tenancy.admit(identity, parsed, record, answer.headers)
+                claim = visit.claim
+            await self._admission.enter(claim)
             try:
                 await self._serve(exchange)
             finally:
-                self._admission.leave()
+                self._admission.leave(claim, exchange.settle())
         except ApiError as error:
             await reject(record, answer, error)
         except ClientGone:
@@ -133,18 +145,27 @@ class Proxy:
             guard.close()
             watch.stop()
             self._conclude(record)
+            if visit is not None:
+                visit.end(record, 0)
+                self._tenancy.figures.ended(record)
 
     async def _read(
-        self, scope: Scope, receive: Receive, guard: Guard, endpoint: Endpoint, translation: Translation | None
-    ) -> ParsedRequest:
+        self, scope: Scope, receive: Receive, guard: Guard, endpoint: Endpoint, translation: Translation | None,
+        identity: Identity | None,
+    ) -> ParsedRequest:  # fmt: skip
         body = await read_body(scope, receive, self._settings.max_body_bytes)
         guard.leave()
         if translation is not None:
+            translation.owner = identity.tenant if identity is not None else ""
             body = translation.request(body)
-        parsed = parse_request(endpoint, body)
+        parsed = parse_request(endpoint, body, identity.salted if identity is not None else None)
         if parsed.model is None:
+            if identity is not None:
+                identity.check_model(self._model(parsed))
             return parsed
         model = self._aliases.resolve(parsed.model, self._registry.model_names)
+        if identity is not None:
+            identity.check_model(parsed.model, model)
         return parsed if model == parsed.model else with_model(parsed, model)
 
     async def _serve(self, exchange: Exchange) -> None:
@@ -232,6 +253,7 @@ class Proxy:
         model = self._model(parsed)
         self._router.check_model(model)
         record.model = model
+        excluded = shut_out(self._registry, model) if exchange.visit is not None and self._keeps_apart else frozenset()
         chains = {}
         if parsed.source is not None:
             chains = await self._prefix.chains(parsed.source, self._registry.key_spaces(model))
@@ -244,6 +266,8 @@ class Proxy:
             max_output_tokens=parsed.max_output_tokens,
             session=parsed.session,
             streamed=parsed.stream,
+            tenant=record.tenant,
+            excluded=excluded,
         )
 
     def _model(self, parsed: ParsedRequest) -> str:

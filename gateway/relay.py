@@ -71,6 +71,7 @@ class Relay:
     async def _stream(self, exchange: Exchange, lease: Lease, response: UpstreamResponse) -> None:
         num_before = exchange.transcript.num_tokens if exchange.transcript is not None else 0
         scanner = self._resumer.scanner(exchange, lease.replica, response, self._max_event_bytes)
+        exchange.scanner = scanner
         first = await self._first_events(scanner, response)
         now = time.monotonic()
         lease.first_token(response.cached_tokens)

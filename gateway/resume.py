@@ -109,7 +109,7 @@ class Resumer:
         if replica.model_fingerprint and parsed.stream and parsed.num_choices == 1:
             headers += self._marks
         if not exchange.answer.started:
-            return replica.target(exchange.path), headers, parsed.body
+            return replica.target(exchange.path), headers, exchange.body_for(replica)
         return replica.target(RESUME_PATH), headers + self._secret, exchange.order
 
     def scanner(

@@ -13,7 +13,7 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from engine_worker.contract.errors import ApiError
-from gateway.admin import admin_routes
+from gateway.admin import admin_routes, check_operator, is_operator
 from gateway.answer import request_id
 from gateway.observe.advice import report
 from gateway.observe.metrics import CONTENT_TYPE
@@ -37,7 +37,7 @@ def cold_routes(gateway: Gateway) -> Starlette:
         return {"type": "model", "id": name, "display_name": name, "created_at": created_at}
 
     async def models(request: Request) -> Response:
-        listed = gateway.listed_models()
+        listed = gateway.listed_models(gateway.tenancy.identify(request.scope))
         if "anthropic-version" in request.headers:
             data = [anthropic_entry(name) for name, _ in listed]
             ends = {"first_id": listed[0][0], "last_id": listed[-1][0]} if listed else {}
@@ -46,7 +46,7 @@ def cold_routes(gateway: Gateway) -> Starlette:
 
     async def model(request: Request) -> Response:
         name = request.path_params["model"]
-        known = dict(gateway.listed_models())
+        known = dict(gateway.listed_models(gateway.tenancy.identify(request.scope)))
         if name not in known:
             message = f"The model {name[:128]!r} does not exist here."
             raise ApiError(404, message, param="model", code="model_not_found")
@@ -57,15 +57,17 @@ def cold_routes(gateway: Gateway) -> Starlette:
     async def response(request: Request) -> Response:
         """An answer of the Responses API that was kept: GET shows it, DELETE forgets it."""
         response_id = request.path_params["response_id"]
-        if request.method == "DELETE" and gateway.responses.delete(response_id):
+        identity = gateway.tenancy.identify(request.scope)
+        responses = gateway.responses.of(identity.tenant if identity is not None else "")
+        if request.method == "DELETE" and responses.delete(response_id):
             return _json({"id": response_id, "object": "response", "deleted": True})
-        body = None if request.method == "DELETE" else gateway.responses.get(response_id)
+        body = None if request.method == "DELETE" else responses.get(response_id)
         if body is None:
             raise ApiError(404, f"The response {response_id[:64]!r} is not known here (any more).", param="response_id")
         return Response(body, media_type="application/json")
 
     async def health(request: Request) -> Response:
-        """200 while the gateway serves at all; what it has behind it is in the body."""
+        """200 while the gateway serves at all; what it has behind it is in the body, for its operators."""
         replicas = [
             {
                 "id": replica.replica_id,
@@ -74,12 +76,15 @@ def cold_routes(gateway: Gateway) -> Starlette:
                 "engine": replica.dialect,
                 "keys": replica.key_mode,
                 "kv_feed": replica.kv_feed,
+                "keeps_tenants_apart": replica.keeps_apart,
                 "detail": replica.detail,
             }
             for replica in gateway.registry
         ]
         num_ready = len(gateway.registry.ready())
         status = "draining" if gateway.draining else "ok" if num_ready else "no_replica"
+        if not is_operator(gateway, request):
+            return _json({"status": status, "num_ready": num_ready})
         policy = gateway.router.policy.name
         sharing = gateway.sharing.figures().for_health() if gateway.sharing is not None else {"state": "off"}
         body = {"status": status, "policy": policy, "num_ready": num_ready, "replicas": replicas, "sharing": sharing}
@@ -91,10 +96,12 @@ def cold_routes(gateway: Gateway) -> Starlette:
         return _json({"ready": is_ready}, 200 if is_ready else 503)
 
     async def metrics(request: Request) -> Response:
+        check_operator(gateway, request)
         return Response(gateway.metrics.render(), media_type=CONTENT_TYPE)
 
     async def advice(request: Request) -> Response:
         """Whether a shadow policy would pay, in sentences (`warmgate advise` prints them)."""
+        check_operator(gateway, request)
         return _json(report(gateway.router.shadows, gateway.settings.policy))
 
     async def openapi(request: Request) -> Response:

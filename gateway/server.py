@@ -24,6 +24,7 @@ from gateway.admission import raise_fd_limit
 from gateway.app import Gateway, create_app
 from gateway.config import ConfigError, GatewaySettings, load_settings
 from gateway.http_protocol import GatewayProtocol
+from gateway.tenancy.keys import KeysError
 from policies.registry import UnknownPolicy
 
 _log = logging.getLogger("warmgate")
@@ -37,10 +38,23 @@ def run(settings: GatewaySettings) -> int:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     if not settings.replicas:
         return _fail("no replica is given: pass --replica http://127.0.0.1:8101 (once for each replica).", EXIT_USAGE)
+    if (
+        not settings.allow_open
+        and settings.keys_file is None
+        and not settings.keys_redis
+        and not _is_loopback(settings)
+    ):
+        return _fail(
+            f"listening on {settings.host} without API keys would let anybody use the models: make keys with "
+            "`warmgate keys create` and name their --keys-file, or say --allow-open true.",
+            EXIT_USAGE,
+        )
     raise_fd_limit()  # before the application works out how many requests it can afford
     try:
         app = create_app(settings)
     except UnknownPolicy as error:
+        return _fail(f"{error}.", EXIT_USAGE)
+    except KeysError as error:
         return _fail(f"{error}.", EXIT_USAGE)
     except OSError as error:
         return _fail(f"the access log {settings.access_log} can't be opened: {error.strerror}.", EXIT_USAGE)
@@ -48,7 +62,7 @@ def run(settings: GatewaySettings) -> int:
         listener = _listen(settings.host, settings.port)
     except OSError as error:
         return _fail(_cannot_listen(settings, error), EXIT_PORT)
-    _warn_if_exposed(settings)
+    _warn_if_open(app, settings)
     garbage.tame()
     _Server(_uvicorn_config(app, settings), app).run(sockets=[listener])
     return 0
@@ -137,13 +151,17 @@ def _cannot_listen(settings: GatewaySettings, error: OSError) -> str:
     return f"listening on {where} failed: {error.strerror}."
 
 
-def _warn_if_exposed(settings: GatewaySettings) -> None:
+def _is_loopback(settings: GatewaySettings) -> bool:
     try:
-        is_loopback = ipaddress.ip_address(settings.host).is_loopback
+        return ipaddress.ip_address(settings.host).is_loopback
     except ValueError:
-        is_loopback = settings.host == "localhost"
-    if not is_loopback:
-        _log.warning("listening on %s: whoever reaches this port may use the models behind it", settings.host)
+        return settings.host == "localhost"
+
+
+def _warn_if_open(app: Gateway, settings: GatewaySettings) -> None:
+    if app.tenancy.is_open:
+        reach = "this machine" if _is_loopback(settings) else f"the network of {settings.host}"
+        _log.warning("no API keys are configured: whoever is on %s may use the models behind this gateway", reach)
 
 
 def _fail(sentence: str, code: int) -> int:
@@ -157,7 +175,7 @@ def parse_flags(argv: list[str]) -> tuple[dict[str, Any], str | None]:
     parser.add_argument("--config", help="YAML file of settings")
     parser.add_argument("--replica", action="append", dest="replicas", help="URL of a replica (repeat for each)")
     for name in GatewaySettings.model_fields:
-        if name not in ("replicas", "secret", "redis_url"):  # what shows in process lists
+        if name not in ("replicas", "secret", "redis_url", "salt_secret"):  # what shows in process lists
             parser.add_argument(f"--{name.replace('_', '-')}", dest=name)
     flags = vars(parser.parse_args(argv))
     return flags, flags.pop("config")

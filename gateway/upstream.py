@@ -25,9 +25,9 @@ __all__ = ["Sink", "Target", "Upstream", "UpstreamError", "UpstreamFailure", "Up
 RawHeaders = Iterable[tuple[bytes, bytes]]
 
 # What an engine may want to see of a client's request. Everything else stays here: hop-by-hop headers, cookies,
-# forwarding headers, and x-warmgate-* that a client might forge.
+# forwarding headers, the client's own key, and x-warmgate-* that a client might forge.
 _FORWARDED = frozenset(
-    {b"content-type", b"authorization", b"accept", b"traceparent", b"tracestate", b"openai-organization"}
+    {b"content-type", b"accept", b"traceparent", b"tracestate", b"openai-organization"}
     | {b"openai-project", b"openai-beta"}
 )
 _NOT_RETURNED = frozenset(
@@ -199,7 +199,7 @@ def request_headers(client_headers: RawHeaders, request_id: str, api_key: str | 
     """
     lines = [b"x-request-id: ", request_id.encode("ascii"), b"\r\n"]
     for name, value in client_headers:
-        if name in _FORWARDED and not (api_key is not None and name == b"authorization"):
+        if name in _FORWARDED:
             lines += (name, b": ", value, b"\r\n")
     if api_key is not None:
         lines += (b"authorization: Bearer ", api_key.encode("latin-1"), b"\r\n")

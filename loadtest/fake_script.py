@@ -44,6 +44,7 @@ class Script(msgspec.Struct, kw_only=True):
     newline                 line ends of the stream: "\\n" or "\\r\\n"
     cached_tokens           sent as x-warmgate-cached-tokens and in usage
     poison                  a request with this text in it kills the worker (FakeWorker.on_poison)
+    slots                   requests that it works on at once, the others waiting (0: all)
     status_name             the state of /internal/state
     """
 
@@ -61,6 +62,7 @@ class Script(msgspec.Struct, kw_only=True):
     comments: bool = False
     cached_tokens: int = 0
     poison: str = ""
+    slots: int = 0
     status_name: Literal["loading", "ready", "draining", "failed"] = "ready"
 
 

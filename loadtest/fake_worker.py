@@ -43,6 +43,7 @@ class FakeWorker:
         self.on_poison: Callable[[], Awaitable[None]] = _exit
         self._ends: deque[End] = deque(maxlen=_MAX_ENDS)
         self._writers: set[asyncio.StreamWriter] = set()
+        self._places: asyncio.Semaphore | None = None
 
     async def listen(self, host: str, port: int) -> asyncio.Server:
         """Start serving on the running loop. Raises OSError."""
@@ -128,8 +129,23 @@ class FakeWorker:
             num_blocks=1000,
             num_free_blocks=1000,
             block_size=16,
-            num_running=self.log.num_in_flight,
+            num_running=self.log.num_in_flight - self._num_waiting,
+            num_waiting=self._num_waiting,
         )
+
+    @property
+    def _num_waiting(self) -> int:
+        slots = self.script.slots
+        return max(0, self.log.num_in_flight - slots) if slots else 0
+
+    async def _in_turn(self, play: Play, slots: int) -> None:
+        """First come first served, `slots` at once, as engines do (the first script that sets them stands)."""
+        if not slots:
+            return await play.run()
+        if self._places is None:
+            self._places = asyncio.Semaphore(slots)
+        async with self._places:
+            await play.run()
 
     async def _completion(
         self,
@@ -151,7 +167,8 @@ class FakeWorker:
         self.log.num_started += 1
         self.log.num_in_flight += 1
         marks = self.has_state and _wants_marks(headers, request)
-        play = asyncio.create_task(Play(self.model, path, request, script, fault, writer, marks, order).run())
+        part = Play(self.model, path, request, script, fault, writer, marks, order)
+        play = asyncio.create_task(self._in_turn(part, script.slots))
         # A client that waits for its answer sends nothing: the next byte, or the end, means that it left.
         left = asyncio.create_task(reader.read(1))
         try:

@@ -108,6 +108,8 @@ class AccessLog:
         }
         if record.broken_at:
             line["resumed_from"] = record.broken_at
+        if record.tenant:
+            line |= {"tenant": record.tenant, "key": record.key_id, "admission": record.admission or None}
         if record.error:
             line["error"] = record.error
         return line

@@ -26,6 +26,7 @@ class RequestRecord:
     """Filled in as the request goes. Times are of the monotonic clock, in seconds; None: it never came to that.
 
     `broken_at` are replicas that broke off an answer with which others went on, in order.
+    tenant, key_id, admission   whose key it came with, and what its limits said; empty without keys
     """
 
     request_id: str
@@ -48,6 +49,9 @@ class RequestRecord:
     end: EndState | None = None
     error: str = ""
     broken_at: list[str] = field(default_factory=list)
+    tenant: str = ""
+    key_id: str = ""
+    admission: str = ""
 
     def end_as(self, end: EndState) -> None:
         assert self.end is None, f"request {self.request_id} ended twice: {self.end}, then {end}"

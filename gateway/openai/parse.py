@@ -8,6 +8,7 @@ allocated for it: invalid UTF-8, lone surrogates, NaN and Infinity, nesting too 
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -81,6 +82,8 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """What the gateway knows of a request. `body` goes to a replica: what the client sent, byte for byte, but for what
     `adds_usage` (the usage of a stream is asked for, though the client didn't) and `with_model` put in.
 
+    Where a salt was put in (`parse_request`), `unsalted` is the body without it, for replicas that don't know it.
+
     `max_output_tokens` is the client's own limit, if it gave one. `num_choices` is n (choices of a stream). `session`
     names a conversation that the client wants kept together. `source` is the prompt, for routes that have one.
     """
@@ -94,6 +97,7 @@ class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
     num_choices: int = 1
     session: str | None = None
     source: PromptSource | None = None
+    unsalted: bytes | None = None
 
 
 _TYPES: dict[Endpoint, Any] = {
@@ -112,8 +116,10 @@ _NEXT = re.compile(rb"[ \t\r\n]*([,}])")
 _OPEN = re.compile(rb"[ \t\r\n]*\{")
 
 
-def parse_request(endpoint: Endpoint, body: bytes) -> ParsedRequest:
-    """Raises ApiError(400) in OpenAI's shape."""
+def parse_request(
+    endpoint: Endpoint, body: bytes, salted: Callable[[str], str] | None = None
+) -> ParsedRequest:  # fmt: skip
+    """`salted` makes the salt that a replica gets from the client's own ("" for none). Raises ApiError(400)."""
     fields = _fields(endpoint, body)
     if isinstance(fields, _ModelOnly):
         return ParsedRequest(endpoint=endpoint, body=body, model=fields.model)
@@ -130,6 +136,10 @@ def parse_request(endpoint: Endpoint, body: bytes) -> ParsedRequest:
         "session": fields.prompt_cache_key or None,
     }
     salt = fields.cache_salt or ""
+    if salted is not None:
+        salt = salted(salt)
+        shared["unsalted"] = shared["body"]
+        shared["body"] = _with_salt(shared["body"], salt)
     if isinstance(fields, _Chat):
         source = PromptSource(
             messages=fields.messages,
@@ -156,9 +166,23 @@ def parse_request(endpoint: Endpoint, body: bytes) -> ParsedRequest:
 
 def with_model(parsed: ParsedRequest, model: str) -> ParsedRequest:
     """The same request for another model, all other bytes as they are."""
-    start, end = _walk(parsed.body)["model"]
-    body = parsed.body[:start] + msgspec.json.encode(model) + parsed.body[end:]
-    return msgspec.structs.replace(parsed, model=model, body=body)
+    body = _with_value(parsed.body, "model", model)
+    unsalted = _with_value(parsed.unsalted, "model", model) if parsed.unsalted is not None else None
+    return msgspec.structs.replace(parsed, model=model, body=body, unsalted=unsalted)
+
+
+def _with_value(body: bytes, key: str, value: str) -> bytes:
+    start, end = _walk(body)[key]
+    return body[:start] + msgspec.json.encode(value) + body[end:]
+
+
+def _with_salt(body: bytes, salt: str) -> bytes:
+    """The salt in place of the client's, or at the front; all other bytes as they are."""
+    if (b'"cache_salt"' in body or b"\\u" in body) and "cache_salt" in _walk(body):
+        return _with_value(body, "cache_salt", salt)
+    opened = _OPEN.match(body)
+    assert opened is not None, "it was checked to be an object"
+    return b'{"cache_salt":"%b",' % salt.encode() + body[opened.end() :]
 
 
 def _with_usage(body: bytes) -> bytes:

@@ -15,12 +15,15 @@ from gateway.config import ReplicaSpec
 from gateway.guard import Guard, Interrupt
 from gateway.replicas.dialect import Report
 from gateway.replicas.gate import Gate
+from gateway.replicas.room import Room
 from gateway.upstream import Target
 from policies.events import Event, Joined, Restarted, StatsReported, StatusChanged
 from policies.types import KeySpace, ReplicaId, ReplicaStatus
 
 _log = logging.getLogger("warmgate.replicas")
 NO_SPACE = KeySpace("")
+# SGLang has the field too, but releases before spring 2026 read it and don't use it; it counts when its user says so.
+_SALTED_DIALECTS = ("warmgate", "vllm")
 
 
 @dataclass(slots=True, eq=False)
@@ -57,6 +60,13 @@ class Replica:
     num_leases: int = 0
     drained: bool = False
     targets: dict[str, Target] = field(default_factory=dict)
+    room: Room = field(default_factory=Room)
+
+    @property
+    def keeps_apart(self) -> bool:
+        """Prompts with different cache salts share nothing in its cache."""
+        told = self.spec.cache_salt
+        return told if told is not None else self.dialect in _SALTED_DIALECTS
 
     def target(self, path: str) -> Target:
         """Where requests for `path` go, which is one of the gateway's own routes (so the cache is bounded)."""
@@ -92,6 +102,7 @@ class Registry:
         self._replicas: dict[ReplicaId, Replica] = {}
         # Gathered when asked for, until something changes. Names that nobody serves are not kept: clients choose them.
         self._model_names: frozenset[str] | None = None
+        self._mixing: frozenset[ReplicaId] | None = None
         self._ready: dict[str | None, tuple[Replica, ...]] = {}
         self._key_spaces: dict[str, frozenset[KeySpace]] = {}
         for spec in specs:
@@ -141,8 +152,20 @@ class Registry:
                 self._key_spaces[model] = found
         return found
 
+    def mixing(self) -> frozenset[ReplicaId]:
+        """Replicas whose caches don't keep salts apart."""
+        if self._mixing is None:
+            self._mixing = frozenset(r.replica_id for r in self._replicas.values() if r.joined and not r.keeps_apart)
+        return self._mixing
+
+    def num_slots(self, model: str) -> int:
+        """How many requests the replicas that are ready for `model` should have at most, as learned; 0: no bound."""
+        slots = [replica.room.num_slots for replica in self.ready(model)]
+        return sum(slots) if all(slots) else 0
+
     def _changed(self) -> None:
         self._model_names = None
+        self._mixing = None
         self._ready.clear()
         self._key_spaces.clear()
 
@@ -186,6 +209,7 @@ class Registry:
         replica.model_fingerprint = report.model_fingerprint
         self.set_status(replica, report.status, report.detail)
         if report.has_load:
+            replica.room.reported(report.num_running, report.num_waiting)
             self._emit(
                 StatsReported(
                     self._clock(),

@@ -2,7 +2,7 @@
 
 A call that fails, or that is cancelled, leaves its connection in the middle of an answer; the connection is dropped, so
 the next call can't read it. That also follows a failover: READONLY and LOADING come from a server that is no (longer,
-yet) master, and the next connection asks the name anew. Scripts are not used, so none can be missing.
+yet) master, and the next connection asks the name anew.
 
 After a failure the breaker is open for `BREAKER_S`, doubling up to `MAX_BREAKER_S`; then one call is the trial.
 """
@@ -20,16 +20,14 @@ from redis.asyncio.retry import Retry
 from redis.backoff import NoBackoff
 from redis.exceptions import RedisError
 
+from gateway.sharing.errors import LinkDown as LinkDown
+
 CALL_S = 0.05
 CONNECT_S = 1.0
 BREAKER_S = 0.25
 MAX_BREAKER_S = 4.0
 
 _T = TypeVar("_T")
-
-
-class LinkDown(Exception):
-    """Redis did not answer, or the breaker is open. The message says why."""
 
 
 class Link:

@@ -11,7 +11,7 @@ from typing import Protocol
 import msgspec
 
 from engine_worker.contract.errors import ApiError
-from gateway.answer import Answer, Headers, Scope, Send, header
+from gateway.answer import Answer, Headers, Scope, Send
 from gateway.observe.record import RequestRecord
 from gateway.openai.errors import error_in, error_of
 from gateway.openai.sse import SseError
@@ -27,6 +27,8 @@ class Translation(Protocol):
 
     `chunk` is called for each chunk of a stream, then `finished` or `failed` once; or `whole` once.
     """
+
+    owner: str  # whose request it is; set before `request`
 
     @property
     def name(self) -> str: ...
@@ -49,14 +51,6 @@ class Translation(Protocol):
     def error(self, error: ApiError, request_id: str) -> bytes:
         """The body of an error response."""
         ...
-
-
-def with_bearer(scope: Scope) -> Scope:
-    """Anthropic's clients send their key as x-api-key; everything behind here reads a bearer token."""
-    key = header(scope, b"x-api-key")
-    if key is None or header(scope, b"authorization") is not None:
-        return scope
-    return {**scope, "headers": [*scope["headers"], (b"authorization", b"Bearer " + key)]}
 
 
 class TranslatedAnswer(Answer):

@@ -18,6 +18,7 @@ from gateway.openai.parse import parse_request
 from gateway.prefix.service import PrefixService
 from gateway.prefix.source import PromptSource
 from gateway.replicas.registry import Registry
+from gateway.tenancy.directory import Identity
 from gateway.translate.answer import TranslatedAnswer, Translation
 from gateway.translate.chat import ChatAnswer, Json, encode
 from gateway.translate.messages import MessagesTranslation
@@ -58,8 +59,9 @@ class TokenCounter:
 
     def __init__(
         self, prefix: PrefixService, registry: Registry, resolve: Callable[[str], str], serve: Serve, max_bytes: int,
-        body_s: float,
+        body_s: float, identify: Callable[[Scope], Identity | None],
     ) -> None:  # fmt: skip
+        self._identify = identify
         self._prefix = prefix
         self._registry = registry
         self._resolve = resolve
@@ -73,8 +75,9 @@ class TokenCounter:
         answer = TranslatedAnswer(scope, send, translation, record)
         answer.headers = [(b"x-request-id", record.request_id.encode("ascii"))]
         try:
+            identity = self._identify(scope)
             body = await self._body(scope, receive)
-            num_tokens = await self._count(body)
+            num_tokens = await self._count(body, identity)
         except ApiError as error:
             await answer.error(error)
             return
@@ -92,10 +95,12 @@ class TokenCounter:
         except TimeoutError:
             raise ApiError(408, "The request's body did not arrive in time.") from None
 
-    async def _count(self, body: bytes) -> int | None:
+    async def _count(self, body: bytes, identity: Identity | None) -> int | None:
         """None where no replica's tokenizer is at hand."""
         chat = _tokenize_request(body)
         model = self._resolve(chat["model"])
+        if identity is not None:
+            identity.check_model(chat["model"], model)
         replica = next((replica for replica in self._registry.ready(model) if replica.key_mode == "token"), None)
         if replica is None:
             return None

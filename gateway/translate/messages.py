@@ -34,6 +34,7 @@ class MessagesTranslation:
 
     def __init__(self) -> None:
         self.stream = False
+        self.owner = ""
         self._model = ""
         self._id = f"msg_{secrets.token_hex(12)}"
         self._stops: list[str] = []

@@ -39,6 +39,7 @@ class ResponsesTranslation:
 
     def __init__(self, store: ResponseStore) -> None:
         self.stream = False
+        self.owner = ""
         self._store = store
         self._is_stored = True
         self._own_items: list[Json] = []
@@ -49,6 +50,7 @@ class ResponsesTranslation:
         data, fields = read_request(body, ResponsesFields)
         check_fields(fields)
         self.stream = bool(fields.stream)
+        self._store = self._store.of(self.owner)
         self._is_stored = fields.store is not False
         self._own_items = input_items(fields)
         items = [*self._history(fields.previous_response_id), *self._own_items]

@@ -50,12 +50,11 @@ async def test_ids_come_back_by_both_names_and_the_route_is_told(path: str):
 
 @PATHS
 @pytest.mark.parametrize("given", [{"x-api-key": "secret"}, {"authorization": "Bearer secret"}])
-async def test_the_key_reaches_the_replica_as_a_bearer_token(path: str, given: dict[str, str]):
+async def test_the_clients_key_does_not_reach_the_replica(path: str, given: dict[str, str]):
     replica = Replica()
     async with gateway(replica) as running:
         await running.client.post(path, json=BODIES[path], headers=given)
-        assert replica.log.last_headers["authorization"] == "Bearer secret"
-        assert "x-api-key" not in replica.log.last_headers
+        assert not {"x-api-key", "authorization"} & set(replica.log.last_headers)
 
 
 @PATHS

@@ -1,0 +1,221 @@
+"""What the proxy asks about a request: who is it, may it, what did it use. One place, three calls.
+
+    identify   the key's identity, from the headers alone; ApiError(401) without a good one
+    admit      one check of all limits, with the tokens reserved; ApiError(429) leaves nothing reserved
+    Visit.end  once a request, however it ended: what it used in place of what was reserved
+
+With no keys configured all this is off. Limits are decided in Redis where gateways share one, else here; where Redis
+does not answer, here too, with this gateway's share of every limit.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import itertools
+import logging
+import secrets
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from gateway.admission import Claim
+from gateway.answer import Headers, Scope
+from gateway.config import GatewaySettings
+from gateway.observe.record import RequestRecord
+from gateway.openai.parse import ParsedRequest
+from gateway.sharing.errors import LinkDown
+from gateway.tenancy.directory import Directory, Identity, Watcher
+from gateway.tenancy.figures import TenantFigures
+from gateway.tenancy.limits import Account, Denied, Ledger
+from gateway.tenancy.refusals import no_key, rate_headers, refusal, stale, wrong_key
+from gateway.tenancy.spent import Spent
+from gateway.tenancy.store import FileStore
+from policies.fair import OUTPUT_WEIGHT
+
+if TYPE_CHECKING:
+    from gateway.tenancy.shared import SharedLimits
+
+_log = logging.getLogger("warmgate.tenants")
+EXPECTED_OUTPUT_TOKENS = 256  # of a request that sets no limit of its own
+_BYTES_PER_TOKEN = 4
+_LARGE_BODY_BYTES = 32 * 1024
+_TOKENS_PER_MEDIUM = 1024
+_FREE = ("tokenize", "detokenize")
+_BEARER = b"bearer "
+
+
+@dataclass(slots=True, eq=False)
+class Visit:
+    """A request that was admitted, until it is settled. `claim` is its turn in the queue."""
+
+    identity: Identity
+    request_id: str
+    claim: Claim
+    is_free: bool
+    tenancy: Tenancy
+    is_shared: bool = False
+    is_open: bool = True
+    used: int = 0
+    service: float = 0.0
+
+    def end(self, record: RequestRecord, num_seen: int) -> None:
+        """Settle what it used, as far as is known, once: before the client hears of its answer's end, since its next
+        request may follow at once. `num_seen`: events of its stream."""
+        if not self.is_open:
+            return
+        self.is_open = False
+        if record.placed_at is not None and not self.is_free:
+            output = record.output_tokens if record.output_tokens is not None else num_seen
+            prompt = record.prompt_tokens or 0
+            self.used = prompt + output
+            self.service = max(0, prompt - (record.cached_tokens or 0)) + OUTPUT_WEIGHT * output
+        self.tenancy.settle(self)
+
+
+class Tenancy:
+    """Raises KeysError when the keys can't be read. `start` and `close` it on the event loop."""
+
+    def __init__(self, settings: GatewaySettings, gateway_id: str = "") -> None:
+        self.is_open = settings.keys_file is None and not settings.keys_redis
+        self.ledger = Ledger()
+        self.figures = TenantFigures()
+        self._ids = itertools.count(1)
+        self._task: asyncio.Task[None] | None = None
+        salt_secret = settings.salt_secret.get_secret_value() if settings.salt_secret is not None else None
+        self.directory = Directory(self.ledger, salt_secret, settings.share_prefixes)
+        self._watcher: Watcher | None = None
+        self.shared: SharedLimits | None = None
+        self._spent: Spent | None = None
+        if self.is_open:
+            return
+        url = settings.redis_url.get_secret_value() if settings.redis_url is not None else None
+        file = FileStore(settings.keys_file) if settings.keys_file is not None else None
+        link = None
+        if url is not None:
+            from gateway.sharing.link import Link  # the client is slow to import
+            from gateway.tenancy.shared import SharedLimits
+
+            link = Link(url) if file is None else None
+            self.shared = SharedLimits(url, settings.fleet, gateway_id or secrets.token_hex(6), self.ledger.accounts)
+        self._watcher = Watcher(self.directory, file, link, settings.fleet, settings.keys_stale_s)
+        if file is not None:
+            self._watcher.load_file()
+            if self.shared is None:
+                self._spent = Spent(file, self.ledger)
+                self._spent.restore()
+            if not len(self.directory):
+                _log.warning("%s holds no keys yet: warmgate keys create makes one", file.path)
+
+    def start(self) -> None:
+        if self._watcher is not None:
+            self._watcher.start()
+        if self.shared is not None:
+            self.shared.start()
+        if self._spent is not None:
+            self._task = asyncio.create_task(self._spent.run(), name="spent")
+
+    async def close(self) -> None:
+        if self._watcher is not None:
+            await self._watcher.close()
+        if self.shared is not None:
+            await self.shared.close()
+        if self._task is not None and self._spent is not None:
+            self._task.cancel()
+            await asyncio.gather(self._task, return_exceptions=True)
+            await self._spent.save()
+
+    def identify(self, scope: Scope) -> Identity | None:
+        """Who sends this; None where no keys are configured. Raises ApiError(401), or 503 while keys can't be known."""
+        watcher = self._watcher
+        if watcher is None:
+            return None
+        given = None
+        for name, value in scope["headers"]:
+            if name == b"authorization":
+                given = value[7:].strip() if value[:7].lower() == _BEARER else b""
+                break
+            if name == b"x-api-key":
+                given = value
+        if given is None:
+            self.figures.strangers["missing"] += 1
+            raise no_key()
+        if watcher.is_stale:
+            raise stale()
+        identity = self.directory.find(given)
+        if identity is None:
+            self.figures.strangers["unknown"] += 1
+            raise wrong_key()
+        return identity
+
+    async def admit(self, identity: Identity, parsed: ParsedRequest, record: RequestRecord, headers: Headers) -> Visit:
+        """Reserve what the request may use. Adds the x-ratelimit-* headers, for an answer or a refusal alike.
+
+        Raises ApiError(429). A cancelled wait leaves nothing reserved.
+        """
+        record.tenant, record.key_id = identity.tenant, identity.key_id
+        is_free = parsed.endpoint in _FREE
+        prompt, output = (0, 0) if is_free else estimate(parsed)
+        cost = prompt + OUTPUT_WEIGHT * min(output, EXPECTED_OUTPUT_TOKENS)
+        claim = Claim(identity.tenant, identity.weight, parsed.model or "", cost)
+        visit = Visit(identity, f"{next(self._ids):x}", claim, is_free, self)
+        if accounts := identity.accounts:
+            denied = await self._decide(visit, accounts, prompt + output)
+            headers += rate_headers(accounts)
+            if denied is not None:
+                record.admission = f"denied: {denied.limit}"
+                self.figures.denied(identity.tenant, denied.limit)
+                raise refusal(denied)
+        record.admission = "admitted"
+        return visit
+
+    async def _decide(self, visit: Visit, accounts: Sequence[Account], wanted: int) -> Denied | None:
+        shared = self.shared
+        share = 1
+        if shared is not None:
+            share = shared.num_gateways
+            try:
+                denied = await shared.admit(accounts, wanted)
+            except LinkDown:
+                self.figures.num_local += 1
+            else:
+                visit.is_shared = True
+                if denied is None:
+                    self.ledger.hold(visit.request_id, accounts, wanted)
+                return denied
+        return self.ledger.admit(visit.request_id, accounts, wanted, time.monotonic(), time.time(), share)
+
+    def settle(self, visit: Visit) -> None:
+        """`visit.used` in place of what was reserved."""
+        if not visit.identity.accounts:
+            return
+        held = self.ledger.settle(visit.request_id, visit.used, time.time())
+        if held is not None and self.shared is not None:
+            accounts, reserved = held
+            self.shared.settle(visit.request_id, accounts, reserved, visit.used, visit.is_shared)
+
+    def check_invariants(self) -> None:
+        self.ledger.check_invariants()
+
+
+def estimate(parsed: ParsedRequest) -> tuple[int, int]:
+    """Prompt and output tokens that a request is expected to need at most. The prompt's size is taken from its bytes;
+    images and sounds in a body, which are many bytes and few tokens, are counted one by one."""
+    body = parsed.unsalted or parsed.body
+    num_bytes = len(body)
+    num_media = 0
+    if num_bytes > _LARGE_BODY_BYTES and parsed.source is not None and b";base64," in body:
+        num_bytes = 0
+        for message in parsed.source.messages or ():
+            content = message.get("content")
+            for part in content if isinstance(content, list) else (content,):
+                text = part.get("text") if isinstance(part, dict) else part
+                if isinstance(text, str):
+                    num_bytes += len(text)
+                else:
+                    num_media += 1
+    output = 0
+    if parsed.source is not None:
+        given = parsed.max_output_tokens
+        output = (EXPECTED_OUTPUT_TOKENS if given is None else given) * parsed.num_choices
+    return num_bytes // _BYTES_PER_TOKEN + num_media * _TOKENS_PER_MEDIUM, output
