@@ -107,7 +107,7 @@ class Account:
             return Denied(Limit.CONCURRENCY, self.name, most, self.num_active, 1, 1.0)
         if (rate := limits.requests_per_minute) and self.requests < (least := min(1.0, rate / share)):
             wait_s = (least - self.requests) * 60 * share / rate
-            return Denied(Limit.REQUESTS, self.name, rate, int(rate - self.requests), 1, wait_s)
+            return Denied(Limit.REQUESTS, self.name, rate, rate - int(self.requests), 1, wait_s)
         if rate := limits.tokens_per_minute:
             least = min(float(wanted), rate / share)
             if wanted > rate or self.tokens < least:

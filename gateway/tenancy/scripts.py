@@ -70,7 +70,7 @@ for i = 2, #KEYS do
     elseif most > 0 and a.active >= most then
       refused, limit, used, wait = i - 1, 'concurrency', a.active, 1000
     elseif rpm > 0 and a.req < 1 then
-      refused, limit, used, wait = i - 1, 'requests', rpm - a.req, (1 - a.req) * 60000 / rpm
+      refused, limit, used, wait = i - 1, 'requests', rpm - math.floor(a.req), (1 - a.req) * 60000 / rpm
     elseif tpm > 0 and (wanted > tpm or a.tok < wanted) then
       refused, limit, used = i - 1, 'tokens', tpm - a.tok
       wait = wanted > tpm and -1 or (wanted - a.tok) * 60000 / tpm
