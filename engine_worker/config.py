@@ -39,6 +39,7 @@ class EngineConfig:
     always_speculate  guess as much as possible even where it is measured not to pay
     ngram_min, ngram_max
                       lengths of the text ends that n-gram guesses look up
+    kv_cache_dtype    auto (the model's type), int8, fp8, fp4 or k8v4 (keys int8, values fp4): how the cache stores them
     num_threads       torch threads; None shares the machine's cores out
     kv_events_endpoint
                       ZMQ endpoint to publish KV events on ("" publishes none); the replay socket is one port above
@@ -63,6 +64,7 @@ class EngineConfig:
     always_speculate: bool = False
     ngram_min: int = 2
     ngram_max: int = 4
+    kv_cache_dtype: str = "auto"
     num_threads: int | None = None
     seed: int = 0
     trust_remote_code: bool = False
@@ -75,6 +77,8 @@ class ModelInfo:
     """What a loaded model turned out to be.
 
     cache_root    bytes that every block hash chain starts from: model, weights, dtype and KV format
+    kv_cache_dtype
+                  how keys and values are stored: as EngineConfig has it, or the model's type
     num_blocks    KV blocks of `block_size` tokens that fit, each `kv_block_bytes` large over all layers
     detail        one line for the start-up log: self-test result, what was converted, what was shrunk
     """
@@ -94,4 +98,5 @@ class ModelInfo:
     attention_backend: str
     num_threads: int
     cache_root: bytes
+    kv_cache_dtype: str = ""
     detail: str = ""

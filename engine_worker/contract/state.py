@@ -37,6 +37,8 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     model_fingerprint     the same for workers that can go on with each other's answers (resume.py); "" for none
     num_idle_checks       times that the engine, without work, found all blocks free and nothing left of any request
     speculation           None where the worker was started without
+    kv_cache_dtype        how keys and values are stored; `kv_block_bytes` is a block's size over all layers, so that
+                          both say what a narrower cache brings
     kv_events_endpoint    where KV events are published ("" for nowhere); `kv_events_replay_endpoint` replays them
     """
 
@@ -51,6 +53,8 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     device: str = ""
     max_model_len: int = 0
     block_size: int = 0
+    kv_cache_dtype: str = ""
+    kv_block_bytes: int = 0
     num_blocks: int = 0
     num_free_blocks: int = 0
     num_cached_blocks: int = 0

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable
+from dataclasses import replace
 from time import perf_counter
 from typing import TYPE_CHECKING
 
@@ -18,9 +19,10 @@ from engine_worker.model import attention
 from engine_worker.model.attention import AttentionBackend
 from engine_worker.model.backends import make_backend
 from engine_worker.model.checkpoint import LoadedCheckpoint, load_checkpoint
-from engine_worker.model.checkpoint_dtype import choose_device
+from engine_worker.model.checkpoint_dtype import choose_device, dtype_name
 from engine_worker.model.drafters import load_draft, make_drafter
 from engine_worker.model.families import num_layers, refuse_module
+from engine_worker.model.kv_format import DENSE, KVFormat, choose_format
 from engine_worker.model.kv_tensors import KVLayout, KVTensors
 from engine_worker.model.memory import format_bytes, num_kv_blocks
 from engine_worker.model.native import library as native
@@ -30,7 +32,7 @@ from engine_worker.model.quantize import check_quantization
 from engine_worker.model.rope import freeze_rope
 from engine_worker.model.runner import ModelRunner
 from engine_worker.model.sampler import Sampler
-from engine_worker.model.self_test import probe_layout, run_self_test
+from engine_worker.model.self_test import probe_layout, run_format_test, run_self_test
 from engine_worker.model.threads import choose_num_threads
 
 if TYPE_CHECKING:
@@ -47,7 +49,9 @@ def load_model(config: EngineConfig, progress: Callable[[str], None]) -> ModelRu
     num_threads = choose_num_threads(config)
     torch.set_num_threads(num_threads)
     attention.register()
-    check_quantization(config.quantization, choose_device(config.device))
+    device = choose_device(config.device)
+    check_quantization(config.quantization, device)
+    kv_format = choose_format(config.kv_cache_dtype, device)
     checkpoint = load_checkpoint(config, attention.NAME, progress)
     module = checkpoint.module
     refuse_module(module)
@@ -59,7 +63,7 @@ def load_model(config: EngineConfig, progress: Callable[[str], None]) -> ModelRu
         details.append(native.status())
     prepared = prepare_module(module, checkpoint.dtype, library, backend, config.quantization, progress)
     details += prepared.details
-    layout = _test(config, checkpoint, backend, max_model_len, details, progress)
+    layout = _test(config, checkpoint, backend, kv_format, max_model_len, details, progress)
 
     draft = load_draft(config, checkpoint.tokenizer, library, details, progress)
     block_bytes = layout.block_bytes(config.block_size)
@@ -72,6 +76,10 @@ def load_model(config: EngineConfig, progress: Callable[[str], None]) -> ModelRu
         )
         progress(details[-1])
     progress(f"KV cache of {num_blocks} blocks of {config.block_size} tokens, {num_threads} thread(s)")
+    if not kv_format.is_dense:
+        times = replace(layout, format=DENSE, dtype=torch.bfloat16).block_bytes(config.block_size) / block_bytes
+        details.append(f"{times:.2f} times the KV blocks of a 16-bit cache")
+        progress(details[-1])
     kv = KVTensors(num_layers(module), num_blocks, config.block_size, checkpoint.device, layout)
     info = ModelInfo(
         model=checkpoint.name,
@@ -88,6 +96,7 @@ def load_model(config: EngineConfig, progress: Callable[[str], None]) -> ModelRu
         device=str(checkpoint.device),
         attention_backend=backend.name,
         num_threads=num_threads,
+        kv_cache_dtype=dtype_name(checkpoint.dtype) if kv_format.is_dense else kv_format.name,
         cache_root=_cache_root(checkpoint, layout, [*notes, config.quantization]),
         detail="; ".join(details),
     )
@@ -118,6 +127,7 @@ def _test(
     config: EngineConfig,
     checkpoint: LoadedCheckpoint,
     backend: AttentionBackend,
+    kv_format: KVFormat,
     max_model_len: int,
     details: list[str],
     progress: Callable[[str], None],
@@ -125,13 +135,16 @@ def _test(
     """Run the self-test, unless it is switched off, and return the shape of the cache."""
     if not config.self_test:
         details.append("self-test switched off")
-        return probe_layout(checkpoint.module, backend)
+        return replace(probe_layout(checkpoint.module, backend), format=kv_format)
     progress("self-test: packed, chunked and paged against plain attention")
     begin = perf_counter()
     report = run_self_test(checkpoint.module, backend, config.block_size, max_model_len)
     details.append(report.detail)
     progress(f"{report.detail} in {perf_counter() - begin:.1f} s")
-    return report.layout
+    if not kv_format.is_dense:
+        details.append(run_format_test(checkpoint.module, backend, kv_format, config.block_size, max_model_len))
+        progress(details[-1])
+    return replace(report.layout, format=kv_format)
 
 
 def _logit_width(checkpoint: LoadedCheckpoint) -> int:
@@ -143,7 +156,7 @@ def _logit_width(checkpoint: LoadedCheckpoint) -> int:
 def _cache_root(checkpoint: LoadedCheckpoint, layout: KVLayout, notes: list[str]) -> bytes:
     """SHA-256 over all that a cached key or value depends on besides its tokens: weights, types, frozen RoPE."""
     digest = hashlib.sha256(_FORMAT)
-    for part in (checkpoint.source_fingerprint, str(checkpoint.dtype), str(layout.dtype), *notes):
+    for part in (checkpoint.source_fingerprint, str(checkpoint.dtype), str(layout.dtype), layout.format.name, *notes):
         raw = part if isinstance(part, bytes) else part.encode()
         digest.update(len(raw).to_bytes(4, "little") + raw)
     return digest.digest()

@@ -13,6 +13,10 @@ a multiple of how far transformers' own sdpa and eager attention differ on the s
 (single logits are noise there). Where sdpa can't do what the model asks, the type's precision stands in. A mixture of
 experts may, once in a while, choose another expert over a rounding error; a failure is therefore repeated with other
 sequences before it counts.
+
+All that runs with a dense cache. A quantized one is then tested against itself (`run_format_test`): the backend that
+will serve against the reference backend, both reading the same narrow rows. What the rounding costs in quality is not
+asked here: engine_worker/evaluate.py measures it.
 """
 
 from __future__ import annotations
@@ -27,13 +31,16 @@ from transformers import PreTrainedModel
 
 from engine_worker.core.types import BlockId, Request, SamplingParams, Segment
 from engine_worker.model.attention import NAME, AttentionBackend, AttentionCall
+from engine_worker.model.backend_reference import ReferenceBackend
 from engine_worker.model.errors import ModelError
 from engine_worker.model.families import num_layers
+from engine_worker.model.kv_format import DENSE, KVFormat
 from engine_worker.model.kv_tensors import KVLayout, KVTensors
 from engine_worker.model.packed_model import PackedModel
 from engine_worker.model.packing import BlockTables, PackedBatch, pack
 
 FLOAT32_LIMIT = 1e-3  # largest difference over the logits' standard deviation; rounding stays below 1e-4
+FORMAT_LIMIT = 0.05  # root mean square over the logits' standard deviation; right backends stay near 0.02 on 30 layers
 NOISE_FACTOR = 3.0  # how far beyond transformers' own disagreement a narrower type may go
 SHRUNKEN = 4  # tokens of a window or an attention chunk during the test
 
@@ -73,6 +80,30 @@ def run_self_test(
     )
 
 
+def run_format_test(
+    module: PreTrainedModel, backend: AttentionBackend, form: KVFormat, block_size: int, max_model_len: int
+) -> str:
+    """Compare the backend with the reference one over a cache in `form`; a line about it. Raises ModelError.
+
+    A rounding error of float32 can tip a stored number to its neighbour, so the measure is a root mean square and the
+    limit is wide; rows or scales read from the wrong place change everything.
+    """
+    block_size = min(block_size, 16)
+    lengths = [min(length, max_model_len) for length in (block_size + 5, 7, 2 * block_size + 3)]
+    sequences = _random_sequences(module, lengths, 0)
+    ours, _ = _packed_logits(module, backend, sequences, block_size, 0, form)
+    theirs, _ = _packed_logits(module, ReferenceBackend(), sequences, block_size, 0, form)
+    error = _rms(torch.cat(ours) - torch.cat(theirs), torch.cat(theirs).std())
+    limit = max(FORMAT_LIMIT, NOISE_FACTOR * 2 * torch.finfo(module.dtype).eps)
+    if not error <= limit:
+        raise ModelError(
+            f"{type(module).__name__} failed the self-test with a KV cache in {form.name}: its logits are off by "
+            f"{error:.2g} of their spread from the reference backend's (at most {limit:.2g} is rounding). "
+            "Use --kv-cache-dtype auto, or --attention-backend reference."
+        )
+    return f"KV cache in {form.name} reads as it should (logit error {error:.1g})"
+
+
 def probe_layout(module: PreTrainedModel, backend: AttentionBackend) -> KVLayout:
     """The cache's shapes, from a forward over two tokens."""
     sequences = [[0, 1]]
@@ -96,12 +127,17 @@ class _Watched:
 
 
 def _packed_logits(
-    module: PreTrainedModel, backend: AttentionBackend, sequences: list[list[int]], block_size: int, seed: int
+    module: PreTrainedModel,
+    backend: AttentionBackend,
+    sequences: list[list[int]],
+    block_size: int,
+    seed: int,
+    form: KVFormat = DENSE,
 ) -> tuple[list[torch.Tensor], KVLayout]:
     """Teacher-forced logits [length, V] of each sequence, computed in mixed chunks; and the cache's layout."""
     layers = num_layers(module)
     num_blocks = sum(-(-len(ids) // block_size) for ids in sequences) + 1
-    kv = KVTensors(layers, num_blocks, block_size, module.device)
+    kv = KVTensors(layers, num_blocks, block_size, module.device, format=form)
     model = PackedModel(module, backend, kv)
     tables = BlockTables(len(sequences), num_blocks, block_size)
     order = torch.randperm(num_blocks, generator=torch.Generator().manual_seed(seed)).tolist()

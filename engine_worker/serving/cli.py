@@ -68,6 +68,12 @@ def parser() -> argparse.ArgumentParser:
         "--ngram-min", type=_positive, default=2, metavar="N", help="shortest text end to look up (default %(default)s)"
     )
     add("--ngram-max", type=_positive, default=4, metavar="N", help="longest text end to look up (default %(default)s)")
+    add(
+        "--kv-cache-dtype",
+        choices=("auto", "int8", "fp8", "fp4", "k8v4"),
+        default="auto",
+        help="store keys and values narrower, for more KV blocks; k8v4: keys int8, values fp4 (default %(default)s)",
+    )
     add("--threads", type=_positive, metavar="N", help="torch threads (default: this worker's share of the cores)")
     add("--no-prefix-caching", action="store_true", help="compute every prompt from its start")
     add("--kv-events-port", type=_events_port, default=0, metavar="PORT", help='0: any free port; "off": none')
@@ -130,6 +136,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         always_speculate=args.always_speculate,
         ngram_min=args.ngram_min,
         ngram_max=args.ngram_max,
+        kv_cache_dtype=args.kv_cache_dtype,
         num_threads=args.threads,
         seed=args.seed,
         trust_remote_code=args.trust_remote_code,

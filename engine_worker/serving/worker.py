@@ -105,6 +105,8 @@ class Worker:
             device=info.device if info else "",
             max_model_len=info.max_model_len if info else 0,
             block_size=info.block_size if info else 0,
+            kv_cache_dtype=info.kv_cache_dtype if info else "",
+            kv_block_bytes=info.kv_block_bytes if info else 0,
             num_blocks=info.num_blocks if info else 0,
             num_free_blocks=stats.num_free_blocks if stats.num_blocks or not info else info.num_blocks,
             num_cached_blocks=stats.num_cached_blocks,
@@ -161,7 +163,7 @@ def described(info: ModelInfo) -> str:
     """One line about a loaded model."""
     return (
         f"{info.architecture} in {info.dtype} on {info.device}, {info.attention_backend} attention, "
-        f"{info.num_threads} thread(s); KV cache of {info.num_blocks} blocks, "
+        f"{info.num_threads} thread(s); {info.kv_cache_dtype or info.dtype} KV cache of {info.num_blocks} blocks, "
         f"{info.num_blocks * info.block_size} tokens, {info.num_blocks * info.kv_block_bytes / 2**30:.2f} GiB; "
         f"sequences up to {info.max_model_len} tokens" + (f"; {info.detail}" if info.detail else "")
     )
