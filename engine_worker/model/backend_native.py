@@ -1,8 +1,10 @@
 """Paged attention by the C++ kernels: keys and values are read in place, through the block tables, never copied.
 
+A quantized cache is read as it is stored, in int8, fp4 or a mix of both: a row's scale joins its score or its weight.
+
 Masks come as functions (masks.py). What a query may see under every one that is known today is a range that ends at its
-own position, so the kernels take the first visible position of each query. A mask with holes, or a type other than
-float32, goes to the torch backend, layer by layer.
+own position, so the kernels take the first visible position of each query. A mask with holes, a type other than
+float32 or a cache in fp8 goes to the torch backend, layer by layer.
 """
 
 from __future__ import annotations
@@ -15,8 +17,10 @@ import torch
 
 from engine_worker.model.attention import AttentionCall
 from engine_worker.model.backend_cpu import CPUBackend
-from engine_worker.model.kv_tensors import KVTensors
+from engine_worker.model.kv_format import Rows
+from engine_worker.model.kv_tensors import KVTensors, LayerShape
 from engine_worker.model.masks import MaskTag
+from engine_worker.model.native.cache import cache_struct, is_known
 from engine_worker.model.native.kernels import address
 from engine_worker.model.native.library import AttentionStruct, Library
 from engine_worker.model.packing import PackedBatch
@@ -44,12 +48,12 @@ class NativeBackend:
     def attend(self, call: AttentionCall, batch: PackedBatch, kv: KVTensors) -> torch.Tensor:
         ranges = self.ranges(call.mask, batch)
         is_float32 = call.query.dtype == call.key.dtype == torch.float32
-        if not kv.format.is_dense or not ranges.is_exact or not is_float32:
+        keys, values = kv.ensure(call.layer, LayerShape.of(call.key, call.value), call.key.dtype)
+        if not ranges.is_exact or not is_float32 or not is_known(keys, values):
             return self._other.attend(call, batch, kv)
         kv.write(call.layer, batch.slots, call.key, call.value)
-        keys, values = kv.layer(call.layer)
         query = call.query[0].transpose(0, 1).contiguous()  # [T, Hq, Dk]
-        out = query.new_empty(*query.shape[:2], values.shape[2])
+        out = query.new_empty(*query.shape[:2], values.dim)
         sinks = None if call.sinks is None else call.sinks.float().contiguous()
         struct = self.describe(batch, ranges, query.shape[1], keys, values)
         struct.query, struct.query_pitch, struct.out = query.data_ptr(), query.shape[1] * query.shape[2], out.data_ptr()
@@ -57,9 +61,7 @@ class NativeBackend:
         self.library.attend(struct, torch.get_num_threads())
         return out
 
-    def describe(
-        self, batch: PackedBatch, ranges: Ranges, num_heads: int, keys: torch.Tensor, values: torch.Tensor
-    ) -> AttentionStruct:
+    def describe(self, batch: PackedBatch, ranges: Ranges, num_heads: int, keys: Rows, values: Rows) -> AttentionStruct:
         """The kernels' view of a step: everything but query, out, sinks and scores' scale."""
         spans = batch.memo.get("native spans")
         if spans is None:
@@ -67,8 +69,7 @@ class NativeBackend:
             spans = batch.memo["native spans"] = np.array(rows, dtype=np.int64)
         tables = batch.tables.tensor
         return AttentionStruct(
-            keys=keys.data_ptr(),
-            values=values.data_ptr(),
+            cache=cache_struct(keys, values),
             first=address(ranges.first),
             table=tables.data_ptr(),
             spans=cast(np.ndarray, spans).ctypes.data,
@@ -76,9 +77,9 @@ class NativeBackend:
             table_pitch=tables.shape[1],
             block_size=batch.block_size,
             q_heads=num_heads,
-            kv_heads=keys.shape[1],
-            key_dim=keys.shape[2],
-            value_dim=values.shape[2],
+            kv_heads=keys.data.shape[1],
+            key_dim=keys.dim,
+            value_dim=values.dim,
         )
 
     def ranges(self, mask: MaskTag, batch: PackedBatch) -> Ranges:

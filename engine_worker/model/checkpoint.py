@@ -32,6 +32,7 @@ from engine_worker.model.checkpoint_files import (
 from engine_worker.model.checkpoint_source import Source, first_line, read_json, resolve
 from engine_worker.model.errors import ModelError
 from engine_worker.model.families import refuse_config
+from engine_worker.model.kv_room import check_kv_room
 from engine_worker.model.memory import check_room_for_weights
 from engine_worker.model.tokenizer import has_tokenizer, load_tokenizer
 
@@ -98,6 +99,7 @@ def load_checkpoint(
         details.append("no tokenizer files: a stand-in tokenizer of single bytes")
         progress(details[-1])
 
+    check_kv_room(config, hf_config, dtype, max_model_len, device)
     if not is_dummy:
         check_room_for_weights(headers, dtype, device, source.name)
     progress(f"loading {source.name} in {dtype_name(dtype)} on {device}")

@@ -29,6 +29,7 @@ from engine_worker.model.families import num_layers
 from engine_worker.model.fused_parts import LayerParts, find_parts
 from engine_worker.model.kv_tensors import KVTensors, LayerShape
 from engine_worker.model.masks import MaskTag
+from engine_worker.model.native.cache import cache_struct, is_known
 from engine_worker.model.native.kernels import address
 from engine_worker.model.native.library import LayerStruct
 from engine_worker.model.packed_model import PackedModel
@@ -87,9 +88,8 @@ class FusedLayer:
             if not isinstance(rotation, tuple) or rotation[0].shape != (1, batch.num_tokens, rotation[0].shape[2]):
                 return None
             cos, sin = rotation[0].contiguous(), rotation[1].contiguous()
-        key_rows, value_rows = kv.ensure(parts.layer, self._shape, torch.float32)
-        keys, values = key_rows.data, value_rows.data
-        if not kv.format.is_dense or keys.dtype != torch.float32:
+        keys, values = kv.ensure(parts.layer, self._shape, torch.float32)
+        if not is_known(keys, values):
             return None
         context.calls.append(parts.layer)
         out = hidden.clone(memory_format=torch.contiguous_format)
@@ -99,7 +99,7 @@ class FusedLayer:
             batch.memo[("native call", id(ranges), self._shape, parts.num_heads)] = call
         call.scale = parts.scaling  # type: ignore[attr-defined]
         struct = self._struct
-        struct.keys, struct.values = keys.data_ptr(), values.data_ptr()
+        struct.cache = cache_struct(keys, values)
         struct.rotary = 0 if cos is None else cos.shape[-1]
         is_finite = self._backend.library.layer(
             self._pointer,

@@ -33,9 +33,10 @@ class LayerShape:
     key_dim: int
     value_dim: int
 
-    @property
-    def num_elements(self) -> int:
-        return self.num_kv_heads * (self.key_dim + self.value_dim)
+    @classmethod
+    def of(cls, key: torch.Tensor, value: torch.Tensor) -> LayerShape:
+        """The shape of a layer that gives keys [1, H, T, Dk] and values [1, H, T, Dv]."""
+        return cls(key.shape[1], key.shape[3], value.shape[3])
 
 
 @dataclass(frozen=True, slots=True)
@@ -86,7 +87,7 @@ class KVTensors:
 
     def write(self, layer: int, slots: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> None:
         """Store key [1, Hkv, T, Dk] and value [1, Hkv, T, Dv] of the step's tokens in their slots [T]."""
-        keys, values = self.ensure(layer, LayerShape(key.shape[1], key.shape[3], value.shape[3]), key.dtype)
+        keys, values = self.ensure(layer, LayerShape.of(key, value), key.dtype)
         keys.write(slots, key[0].transpose(0, 1))
         values.write(slots, value[0].transpose(0, 1))
         if layer == self.num_layers - 1:

@@ -38,8 +38,12 @@ def check_quantization(kind: str, device: torch.device) -> None:
     if kind == "fp8":
         if device.type != "cuda":
             raise ModelError(f"Quantization fp8 needs a CUDA device, and this is {device}. Use int8 or int4.")
-        if torch.cuda.get_device_capability(device) < _FP8_CAPABILITY:
+        if not has_fp8_units(device):
             raise ModelError("This CUDA device has no fp8 units (compute capability 8.9). Use int8 or int4.")
+
+
+def has_fp8_units(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.cuda.get_device_capability(device) >= _FP8_CAPABILITY
 
 
 class QuantizedLinear(nn.Module):
@@ -90,10 +94,25 @@ class FP8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         flat = x.reshape(-1, self.in_features)
         values, scales = to_fp8(flat)
-        out = torch._scaled_mm(
-            values, self.values.t(), scale_a=scales, scale_b=self.scales.t(), bias=self.bias, out_dtype=x.dtype
-        )
+        out = scaled_product(values, scales, self.values, self.scales, self.bias, x.dtype)
         return out.view(*x.shape[:-1], self.out_features)
+
+
+def scaled_product(
+    x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """e4m3 x [M, K] with scales [M, 1] by e4m3 weight [N, K] with scales [N, 1], plus bias [N]: [M, N] in `dtype`."""
+    if x.device.type == "cuda":
+        return torch._scaled_mm(x, weight.t(), scale_a=x_scales, scale_b=weight_scales.t(), bias=bias, out_dtype=dtype)
+    return scaled_product_twin(x, x_scales, weight, weight_scales, bias, dtype)
+
+
+def scaled_product_twin(
+    x: Tensor, x_scales: Tensor, weight: Tensor, weight_scales: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor:
+    """What the tensor cores compute, in float32: on a CPU this stands in for them, so that tests reach the layer."""
+    out = x.float() @ weight.float().t() * x_scales * weight_scales.t()
+    return (out if bias is None else out + bias.float()).to(dtype)
 
 
 def to_fp8(tensor: Tensor) -> tuple[Tensor, Tensor]:

@@ -21,7 +21,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from engine_worker.model.kv_format import Rows
 from engine_worker.model.native.build import NativeUnavailable
+from engine_worker.model.native.cache import cache_struct
 from engine_worker.model.native.library import Library, WeightStruct
 
 PANEL = 32
@@ -223,15 +225,14 @@ def rope_write(
     rotation: tuple[Tensor, Tensor] | None,
     norms: tuple[HeadNorm | None, HeadNorm | None],
     slots: Tensor,
-    cache: tuple[Tensor, Tensor],
+    cache: tuple[Rows, Rows],
 ) -> bool:
     """Norm and rotate the queries of qkv [T, (Hq + 2 Hkv) D] in place, and write keys and values into the cache.
 
     rotation: cos and sin [T, R], R <= D even; None leaves positions out. Returns whether what was written is finite.
     """
-    keys, values = cache
     num_tokens, width = qkv.shape
-    kv_heads, dim = keys.shape[1:]
+    kv_heads, dim = cache[0].data.shape[1], cache[0].dim
     cos, sin = rotation if rotation is not None else (None, None)
     q_norm, k_norm = norms
     return bool(
@@ -245,8 +246,7 @@ def rope_write(
             0.0 if q_norm is None else q_norm.eps,
             0.0 if k_norm is None else k_norm.eps,
             slots.data_ptr(),
-            keys.data_ptr(),
-            values.data_ptr(),
+            cache_struct(*cache),
             num_tokens,
             width // dim - 2 * kv_heads,
             kv_heads,
@@ -260,10 +260,10 @@ def rope_write_twin(
     rotation: tuple[Tensor, Tensor] | None,
     norms: tuple[HeadNorm | None, HeadNorm | None],
     slots: Tensor,
-    cache: tuple[Tensor, Tensor],
+    cache: tuple[Rows, Rows],
 ) -> bool:
     keys, values = cache
-    kv_heads, dim = keys.shape[1:]
+    kv_heads, dim = keys.data.shape[1], keys.dim
     heads = qkv.unflatten(1, (-1, dim))  # [T, Hq + 2 Hkv, D], a view
     q_heads = heads.shape[1] - 2 * kv_heads
     for norm, part in zip(norms, (heads[:, :q_heads], heads[:, q_heads:-kv_heads]), strict=True):
@@ -274,8 +274,8 @@ def rope_write_twin(
         part = heads[:, :-kv_heads, : cos.shape[-1]]
         a, b = part.chunk(2, -1)
         part.copy_(part * cos + torch.cat((-b, a), -1) * sin)
-    keys[slots] = heads[:, q_heads:-kv_heads]
-    values[slots] = heads[:, -kv_heads:]
+    keys.write(slots, heads[:, q_heads:-kv_heads])
+    values.write(slots, heads[:, -kv_heads:])
     return bool(torch.isfinite(heads[:, q_heads:]).all())
 
 

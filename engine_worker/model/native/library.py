@@ -12,7 +12,7 @@ from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 
 from engine_worker.model.native import build
 
-_ABI = 1
+_ABI = 2
 
 
 class WeightStruct(ctypes.Structure):
@@ -29,11 +29,22 @@ class WeightStruct(ctypes.Structure):
     )
 
 
+class CacheStruct(ctypes.Structure):
+    """rows.h's Cache."""
+
+    _fields_ = (
+        *((name, c_void_p) for name in ("keys", "values", "key_scales", "value_scales")),
+        *((name, c_int64) for name in ("key_kind", "value_kind")),
+    )
+
+
 class AttentionStruct(ctypes.Structure):
     """attention.h's Attention."""
 
     _fields_ = (
-        *((name, c_void_p) for name in ("query", "keys", "values", "sinks", "out", "first", "table", "spans")),
+        ("query", c_void_p),
+        ("cache", CacheStruct),
+        *((name, c_void_p) for name in ("sinks", "out", "first", "table", "spans")),
         *((name, c_int64) for name in ("num_spans", "query_pitch", "table_pitch", "block_size")),
         *((name, c_int64) for name in ("q_heads", "kv_heads", "key_dim", "value_dim")),
         ("scale", c_float),
@@ -46,7 +57,8 @@ class LayerStruct(ctypes.Structure):
 
     _fields_ = (
         *((name, WeightStruct) for name in ("qkv", "out", "gate_up", "down")),
-        *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm", "keys", "values")),
+        *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
+        ("cache", CacheStruct),
         *((name, c_int64) for name in ("hidden", "inner", "rotary")),
         *((name, c_float) for name in ("input_eps", "post_eps", "q_eps", "k_eps")),
     )
@@ -73,7 +85,8 @@ class Library:
             *[pointer] * 2,
             c_float,
             c_float,
-            *[pointer] * 3,
+            pointer,
+            POINTER(CacheStruct),
             *[number] * 4,
             returns=c_int64,
         )

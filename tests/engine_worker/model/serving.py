@@ -17,6 +17,7 @@ from engine_worker.model.attention import AttentionBackend
 from engine_worker.model.backend_cpu import CPUBackend
 from engine_worker.model.draft_model import ModelDrafter
 from engine_worker.model.families import num_layers
+from engine_worker.model.kv_format import choose_format
 from engine_worker.model.kv_tensors import KVTensors
 from engine_worker.model.packed_model import PackedModel
 from engine_worker.model.runner import ModelRunner
@@ -96,6 +97,7 @@ class TinyEngine:
         max_num_seqs: int = 16,
         check: bool = True,
         guess: Callable[[Request, int], Sequence[int]] | None = None,
+        kv_cache_dtype: str = "auto",
     ) -> None:
         self.drafter: ModelDrafter | None = None
         self.guess = guess  # speculates before each step: (request, most tokens) -> guesses
@@ -121,7 +123,8 @@ class TinyEngine:
         bundle = TokenizerBundle(
             fingerprint="", tokenizer_json="", chat_template=None, special_tokens={}, max_model_len=MAX_MODEL_LEN
         )
-        self.model = PackedModel(module, backend or CPUBackend(), KVTensors(layers, num_blocks, block_size, device))
+        kv = KVTensors(layers, num_blocks, block_size, device, format=choose_format(kv_cache_dtype, device))
+        self.model = PackedModel(module, backend or CPUBackend(), kv)
         self.sampler = RecordingSampler(vocab_size, device)
         self.runner = ModelRunner(self.model, self.sampler, info, bundle, max_num_seqs)
         self.kv = KVCacheManager(num_blocks, block_size, info.cache_root)

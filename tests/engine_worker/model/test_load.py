@@ -12,11 +12,16 @@ import torch
 from engine_worker.config import EngineConfig
 from engine_worker.core.types import BlockId, Request, SamplingParams, Segment, StepPlan
 from engine_worker.model import load, self_test
+from engine_worker.model.backend_cpu import CPUBackend
+from engine_worker.model.backend_reference import ReferenceBackend
 from engine_worker.model.errors import ModelError
+from engine_worker.model.kv_format import DENSE, FP4
+from engine_worker.model.kv_room import plan_layout
 from engine_worker.model.load import load_model
 from engine_worker.model.memory import NotEnoughMemory
 from engine_worker.model.native import library as native
-from tests.engine_worker.model.tiny_models import tiny_config
+from engine_worker.model.self_test import probe_layout
+from tests.engine_worker.model.tiny_models import tiny_config, tiny_model
 
 pytestmark = pytest.mark.engine
 
@@ -154,6 +159,61 @@ def test_quantizations_that_cannot_be_are_refused(tmp_path: Path) -> None:
 def test_too_little_memory_for_one_sequence_is_refused(tmp_path: Path) -> None:
     with pytest.raises(NotEnoughMemory, match="max-model-len"):
         load_model(replace(config_for(tmp_path), kv_cache_memory=20_000), lambda _: None)
+
+
+def test_too_little_kv_memory_is_refused_before_the_weights_are_read(tmp_path: Path) -> None:
+    messages: list[str] = []
+    with pytest.raises(NotEnoughMemory, match="--kv-cache-memory"):
+        load_model(replace(config_for(tmp_path), kv_cache_memory=20_000), messages.append)
+    assert not any(message.startswith("loading") for message in messages)
+    # a quarter of the room per token, so the same memory holds a sequence
+    layout, length = plan_layout(tiny_config("llama"), torch.float32, 64, FP4) or (None, 0)
+    assert layout is not None
+    assert length == 64
+    assert layout.block_bytes(16) == 16 * 3 * 2 * 2 * (8 + 1)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2", "gpt2", "phi3", "gpt_oss", "deepseek_v3"])
+def test_the_planned_layout_is_the_one_that_loading_finds(family: str) -> None:
+    found = probe_layout(tiny_model(family), ReferenceBackend())
+    planned = plan_layout(tiny_config(family), torch.float32, 512, DENSE)
+    assert planned is not None
+    assert planned[0] == found
+
+
+@pytest.mark.parametrize("name", ["int8", "fp8", "fp4", "k8v4"])
+def test_a_quantized_cache_is_tested_at_load_and_says_what_it_brings(name: str, tmp_path: Path) -> None:
+    config = config_for(tmp_path)
+    dense = load_model(config, lambda _: None).info
+    messages: list[str] = []
+    narrow = load_model(replace(config, kv_cache_dtype=name), messages.append).info
+    assert (narrow.kv_cache_dtype, dense.kv_cache_dtype) == (name, "float32")
+    assert narrow.kv_block_bytes < dense.kv_block_bytes / 2
+    assert f"KV cache in {name} reads as it should" in narrow.detail
+    assert "times the KV blocks of a 16-bit cache" in narrow.detail
+    assert any("times the KV blocks" in message for message in messages)
+    assert narrow.cache_root != dense.cache_root
+
+
+def test_a_backend_that_misreads_a_quantized_cache_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    attend = CPUBackend.attend
+
+    def spoils(self: CPUBackend, call, batch, kv):  # type: ignore[no-untyped-def]
+        found = attend(self, call, batch, kv)
+        scales = kv.rows(call.layer)[0].scales
+        if scales is not None:
+            scales.mul_(1.5)  # what later chunks read
+        return found
+
+    monkeypatch.setattr(CPUBackend, "attend", spoils)
+    config = replace(config_for(tmp_path), kv_cache_dtype="int8", attention_backend="cpu")
+    with pytest.raises(ModelError, match="KV cache in int8"):
+        load_model(config, lambda _: None)
+
+
+def test_unknown_kv_formats_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ModelError, match="auto, int8, fp8, fp4"):
+        load_model(replace(config_for(tmp_path), kv_cache_dtype="int2"), lambda _: None)
 
 
 def test_unknown_backends_are_refused(tmp_path: Path) -> None:

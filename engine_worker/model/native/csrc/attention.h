@@ -1,4 +1,5 @@
-// Softmax attention over a paged cache: keys and values [num_slots, heads, dim], read through block tables.
+// Softmax attention over a paged cache: keys and values [num_slots, heads, dim], read through block tables and as they
+// are stored (rows.h): a row's scale is folded into its score, or into its weight.
 //
 // A query at position p sees the keys of positions first .. p, where `first` comes from the layer's mask: 0 when causal,
 // p - window + 1 in a window, the chunk's begin in a chunk. Softmax runs online over chunks of keys, so scratch memory
@@ -9,6 +10,7 @@
 #pragma once
 #include <algorithm>
 #include "matmul.h"
+#include "rows.h"
 
 constexpr int KEYS = 128;       // keys of a chunk
 constexpr int KEYS_AHEAD = 8;   // keys asked for before their turn
@@ -20,7 +22,7 @@ struct Span { int64_t offset, num_tokens, start, row; };
 
 struct Attention {
   const float* query;           // [T, q_heads, key_dim], token pitch query_pitch
-  const float *keys, *values;   // the layer's cache
+  Cache cache;                  // the layer's
   const float* sinks;           // [q_heads] or null
   float* out;                   // [T, q_heads, value_dim]
   const int64_t* first;         // [T] or null for causal
@@ -36,11 +38,6 @@ INLINE float capped(float score, float cap) { return cap * std::tanh(score / cap
 INLINE void find_slots(const Attention& c, int64_t row, int64_t begin, int64_t end, int64_t* slots) {
   const int64_t* blocks = c.table + row * c.table_pitch;
   for (int64_t p = begin; p < end; p++) slots[p - begin] = blocks[p / c.block_size] * c.block_size + p % c.block_size;
-}
-
-// Ask for n floats: a head's keys lie apart from the next token's, where the processor doesn't look by itself.
-INLINE void fetch(const float* p, int64_t n) {
-  for (int64_t i = 0; i < n; i += 16) __builtin_prefetch(p + i);
 }
 
 // Turn G rows of scores [G][KEYS] into weights, and tell by how much earlier results shrink.
@@ -76,7 +73,7 @@ INLINE void soften(float* scores, int64_t n, float* peak, float* total, float* s
   *peak = now;
 }
 
-template <int G>
+template <int G, int KEY, int VALUE>
 static void decode_rows(const Attention& c, const Span& span, int64_t kv_head, int64_t head) {
   float scores[G * KEYS], peak[G], total[G], shrink[G];
   float* acc = scratch(2, G * (size_t)(c.value_dim + W));
@@ -85,26 +82,30 @@ static void decode_rows(const Attention& c, const Span& span, int64_t kv_head, i
   std::fill(acc, acc + G * pitch, 0.0f);
   for (int g = 0; g < G; g++) peak[g] = -INFINITY, total[g] = 0;
   int64_t end = span.start + 1, begin = c.first ? c.first[span.offset] : 0, slots[KEYS];
+  auto key_at = [&](int64_t slot) { return Row<KEY>(c.cache.keys, c.cache.key_scales, slot * c.kv_heads + kv_head, dk); };
+  auto value_at = [&](int64_t slot) {
+    return Row<VALUE>(c.cache.values, c.cache.value_scales, slot * c.kv_heads + kv_head, dv);
+  };
   for (int64_t from = begin; from < end; from += KEYS) {
     int64_t n = std::min<int64_t>(KEYS, end - from);
     find_slots(c, span.row, from, from + n, slots);
     for (int64_t j = 0; j < n; j++) {
-      const float* key = c.keys + (slots[j] * c.kv_heads + kv_head) * dk;
-      if (j + KEYS_AHEAD < n) fetch(c.keys + (slots[j + KEYS_AHEAD] * c.kv_heads + kv_head) * dk, dk);
-      fetch(c.values + (slots[j] * c.kv_heads + kv_head) * dv, dv);  // wanted after the chunk's scores
+      const Row<KEY> key = key_at(slots[j]);
+      if (j + KEYS_AHEAD < n) key_at(slots[j + KEYS_AHEAD]).fetch(dk);
+      value_at(slots[j]).fetch(dv);  // wanted after the chunk's scores
       V dots[G];
 #pragma GCC unroll 8
       for (int g = 0; g < G; g++) dots[g] = set1(0);
       int64_t i = 0;
       for (; i + W <= dk; i += W) {
-        V k = load(key + i);
+        V k = key.load(i);
 #pragma GCC unroll 8
         for (int g = 0; g < G; g++) dots[g] = fma(load(q + g * dk + i), k, dots[g]);
       }
       for (int g = 0; g < G; g++) {
         float dot = sum(dots[g]);
-        for (int64_t t = i; t < dk; t++) dot += q[g * dk + t] * key[t];
-        scores[g * KEYS + j] = dot * c.scale;
+        for (int64_t t = i; t < dk; t++) dot += q[g * dk + t] * key.one(t);
+        scores[g * KEYS + j] = dot * (key.scale * c.scale);
       }
     }
     for (int g = 0; g < G; g++) {
@@ -112,13 +113,18 @@ static void decode_rows(const Attention& c, const Span& span, int64_t kv_head, i
       if (shrink[g] != 1)
         for (int64_t i = 0; i < dv; i++) acc[g * pitch + i] *= shrink[g];
     }
+    if (VALUE == ROW_I8)
+      for (int64_t j = 0; j < n; j++) {
+        float s = value_at(slots[j]).scale;
+        for (int g = 0; g < G; g++) scores[g * KEYS + j] *= s;
+      }
     int64_t i = 0;
     for (; i + W <= dv; i += W) {
       V sums[G];
 #pragma GCC unroll 8
       for (int g = 0; g < G; g++) sums[g] = load(acc + g * pitch + i);
       for (int64_t j = 0; j < n; j++) {
-        V v = load(c.values + (slots[j] * c.kv_heads + kv_head) * dv + i);
+        V v = value_at(slots[j]).load(i);
 #pragma GCC unroll 8
         for (int g = 0; g < G; g++) sums[g] = fma(set1(scores[g * KEYS + j]), v, sums[g]);
       }
@@ -128,7 +134,7 @@ static void decode_rows(const Attention& c, const Span& span, int64_t kv_head, i
     for (; i < dv; i++)
       for (int64_t j = 0; j < n; j++)
         for (int g = 0; g < G; g++)
-          acc[g * pitch + i] += scores[g * KEYS + j] * c.values[(slots[j] * c.kv_heads + kv_head) * dv + i];
+          acc[g * pitch + i] += scores[g * KEYS + j] * value_at(slots[j]).one(i);
   }
   for (int g = 0; g < G; g++) {
     if (c.sinks) total[g] += std::exp(c.sinks[head + g] - peak[g]);
@@ -137,20 +143,21 @@ static void decode_rows(const Attention& c, const Span& span, int64_t kv_head, i
   }
 }
 
-template <int G>
+template <int G, int KEY, int VALUE>
 INLINE void pick_decode(int64_t rows, const Attention& c, const Span& span, int64_t kv_head, int64_t head) {
   if constexpr (G == 1)
-    decode_rows<1>(c, span, kv_head, head);
+    decode_rows<1, KEY, VALUE>(c, span, kv_head, head);
   else if (rows == G)
-    decode_rows<G>(c, span, kv_head, head);
+    decode_rows<G, KEY, VALUE>(c, span, kv_head, head);
   else
-    pick_decode<G - 1>(rows, c, span, kv_head, head);
+    pick_decode<G - 1, KEY, VALUE>(rows, c, span, kv_head, head);
 }
 
+template <int KEY, int VALUE>
 static void decode(const Attention& c, const Span& span, int64_t kv_head) {
   int64_t group = c.q_heads / c.kv_heads;
   for (int64_t done = 0; done < group; done += MAX_GROUP)
-    pick_decode<MAX_GROUP>(std::min<int64_t>(MAX_GROUP, group - done), c, span, kv_head, kv_head * group + done);
+    pick_decode<MAX_GROUP, KEY, VALUE>(std::min<int64_t>(MAX_GROUP, group - done), c, span, kv_head, kv_head * group + done);
 }
 
 // out [R][32] (pitch) of a [R rows] times w [k, 32]; a is [k][R].
@@ -176,6 +183,7 @@ INLINE Product pick_product(int rows) {
 }
 
 // Query rows of tokens lo .. hi - 1 (pack positions) of a span, for one key head. Row = (token, head of the group).
+template <int KEY, int VALUE>
 static void prefill(const Attention& c, const Span& span, int64_t kv_head, int64_t lo, int64_t hi) {
   const int64_t group = c.q_heads / c.kv_heads, rows = (hi - lo) * group, dk = c.key_dim, dv = c.value_dim;
   const int64_t wide = (dv + PANEL - 1) / PANEL * PANEL, tiles = (rows + MAX_ROWS - 1) / MAX_ROWS;
@@ -186,6 +194,7 @@ static void prefill(const Attention& c, const Span& span, int64_t kv_head, int64
   float* state = scratch(6, rows * 2);            // peak and total of each row
   float* scores = scratch(7, MAX_ROWS * KEYS * 2);
   float* weights = scores + MAX_ROWS * KEYS;      // [KEYS][rows of the tile]
+  float* line = scratch(8, std::max(dk, dv));     // a widened row
   auto token_of = [&](int64_t row) { return lo + row / group; };
   auto position_of = [&](int64_t row) { return span.start + token_of(row) - span.offset; };
   auto first_of = [&](int64_t row) { return c.first ? c.first[token_of(row)] : (int64_t)0; };
@@ -208,10 +217,11 @@ static void prefill(const Attention& c, const Span& span, int64_t kv_head, int64
     find_slots(c, span.row, from, from + n, slots);
     if (n % PANEL) std::fill(keys + (panels - 1) * dk * PANEL, keys + panels * dk * PANEL, 0.0f);
     for (int64_t j = 0; j < n; j++) {
-      const float* key = c.keys + (slots[j] * c.kv_heads + kv_head) * dk;
+      const int64_t index = slots[j] * c.kv_heads + kv_head;
+      const float* key = widen_row<KEY>(Row<KEY>(c.cache.keys, c.cache.key_scales, index, dk), dk, line);
       float* to = keys + (j / PANEL) * dk * PANEL + j % PANEL;
       for (int64_t i = 0; i < dk; i++) to[i * PANEL] = key[i];
-      const float* value = c.values + (slots[j] * c.kv_heads + kv_head) * dv;
+      const float* value = widen_row<VALUE>(Row<VALUE>(c.cache.values, c.cache.value_scales, index, dv), dv, line);
       for (int64_t i = 0; i < wide; i++) values[(i / PANEL) * KEYS * PANEL + j * PANEL + i % PANEL] = i < dv ? value[i] : 0;
     }
     for (int64_t t = 0; t < tiles; t++) {
@@ -224,16 +234,16 @@ static void prefill(const Attention& c, const Span& span, int64_t kv_head, int64
       for (int64_t r = 0; r < height; r++) {
         int64_t row = r0 + r, seen = std::min<int64_t>(usable, position_of(row) + 1 - from);
         int64_t hidden = std::min<int64_t>(std::max<int64_t>(0, first_of(row) - from), usable);
-        float* line = scores + r * KEYS;
-        for (int64_t j = 0; j < hidden; j++) line[j] = -INFINITY;
-        for (int64_t j = std::max<int64_t>(0, seen); j < usable; j++) line[j] = -INFINITY;
+        float* mine = scores + r * KEYS;
+        for (int64_t j = 0; j < hidden; j++) mine[j] = -INFINITY;
+        for (int64_t j = std::max<int64_t>(0, seen); j < usable; j++) mine[j] = -INFINITY;
         float shrink;
-        soften(line, usable, state + row * 2, state + row * 2 + 1, &shrink, c);
+        soften(mine, usable, state + row * 2, state + row * 2 + 1, &shrink, c);
         if (shrink != 1) {
           V s = set1(shrink);
           for (int64_t i = 0; i < wide; i += W) store(acc + row * wide + i, load(acc + row * wide + i) * s);
         }
-        for (int64_t j = 0; j < usable; j++) weights[j * height + r] = line[j];
+        for (int64_t j = 0; j < usable; j++) weights[j * height + r] = mine[j];
       }
       for (int64_t p = 0; p * PANEL < wide; p++)
         product(weights, values + p * KEYS * PANEL, usable, acc + r0 * wide + p * PANEL, wide, true);
@@ -248,7 +258,8 @@ static void prefill(const Attention& c, const Span& span, int64_t kv_head, int64
   }
 }
 
-static void attend(const Attention& c, int threads) {
+template <int KEY, int VALUE>
+static void attend_as(const Attention& c, int threads) {
   struct Task { const Span* span; int64_t head, lo, hi; };
   static thread_local std::vector<Task> list;
   list.clear();
@@ -263,8 +274,20 @@ static void attend(const Attention& c, int threads) {
   for (size_t i = 0; i < tasks.size(); i++) {
     const Task& task = tasks[i];
     if (task.span->num_tokens == 1)
-      decode(c, *task.span, task.head);
+      decode<KEY, VALUE>(c, *task.span, task.head);
     else
-      prefill(c, *task.span, task.head, task.lo, task.hi);
+      prefill<KEY, VALUE>(c, *task.span, task.head, task.lo, task.hi);
   }
+}
+
+// The pairs of formats that model/kv_format.py knows; native/kernels.py lets no other come here.
+static void attend(const Attention& c, int threads) {
+  if (c.cache.key_kind == ROW_F32)
+    attend_as<ROW_F32, ROW_F32>(c, threads);
+  else if (c.cache.key_kind == ROW_FP4)
+    attend_as<ROW_FP4, ROW_FP4>(c, threads);
+  else if (c.cache.value_kind == ROW_FP4)
+    attend_as<ROW_I8, ROW_FP4>(c, threads);
+  else
+    attend_as<ROW_I8, ROW_I8>(c, threads);
 }

@@ -7,14 +7,14 @@
 struct Layer {
   Weight qkv, out, gate_up, down;
   const float *input_norm, *post_norm, *q_norm, *k_norm;  // the last two may be null
-  float *keys, *values;
+  Cache cache;
   int64_t hidden, inner, rotary;
   float input_eps, post_eps, q_eps, k_eps;
 };
 
 extern "C" {
 
-int64_t wg_abi() { return 1; }
+int64_t wg_abi() { return 2; }
 
 void wg_rms_norm(float* x, const float* delta, const float* weight, float eps, float* out, int64_t rows, int64_t n) {
   rms_norm(x, delta, weight, eps, out, rows, n, n, n);
@@ -31,8 +31,8 @@ void wg_attend(const Attention* call, int64_t threads) { attend(*call, (int)thre
 // qkv [T, (q_heads + 2 kv_heads) dim]: norm and rotate queries in place and keys on their way into the cache; write the
 // values there too. cos, sin [T, rotary]. Returns whether all that went into the cache is finite.
 int64_t wg_rope_write(float* qkv, const float* cos, const float* sin, int64_t rotary, const float* q_norm,
-                      const float* k_norm, float q_eps, float k_eps, const int64_t* slots, float* keys, float* values,
-                      int64_t tokens, int64_t q_heads, int64_t kv_heads, int64_t dim) {
+                      const float* k_norm, float q_eps, float k_eps, const int64_t* slots, const Cache* cache, int64_t tokens,
+                      int64_t q_heads, int64_t kv_heads, int64_t dim) {
   int64_t pitch = (q_heads + 2 * kv_heads) * dim;
   float poison = 0;  // 0 * x is 0 for every finite x and NaN otherwise
   for (int64_t t = 0; t < tokens; t++) {
@@ -42,9 +42,12 @@ int64_t wg_rope_write(float* qkv, const float* cos, const float* sin, int64_t ro
     for (int64_t h = 0; rotary && h < q_heads + kv_heads; h++)
       rotate(line + h * dim, cos + t * rotary, sin + t * rotary, rotary);
     const float *key = line + q_heads * dim, *value = key + kv_heads * dim;
-    int64_t n = kv_heads * dim, to = slots[t] * n;
-    std::memcpy(keys + to, key, n * sizeof(float));
-    std::memcpy(values + to, value, n * sizeof(float));
+    int64_t n = kv_heads * dim;
+    for (int64_t h = 0; h < kv_heads; h++) {
+      int64_t index = slots[t] * kv_heads + h;
+      store_row(key + h * dim, dim, cache->key_kind, cache->keys, cache->key_scales, index);
+      store_row(value + h * dim, dim, cache->value_kind, cache->values, cache->value_scales, index);
+    }
     for (int64_t i = 0; i < 2 * n; i++) poison += 0.0f * key[i];
   }
   return poison == 0.0f;
@@ -65,9 +68,9 @@ int64_t wg_layer(const Layer* layer, const Attention* call, float* hidden, const
 
   rms_norm(hidden, nullptr, l.input_norm, l.input_eps, norm, tokens, l.hidden, l.hidden, l.hidden);
   matmul(l.qkv, norm, tokens, qkv, width, false, (int)threads);
-  int64_t sound = wg_rope_write(qkv, cos, sin, l.rotary, l.q_norm, l.k_norm, l.q_eps, l.k_eps, slots, l.keys, l.values,
+  int64_t sound = wg_rope_write(qkv, cos, sin, l.rotary, l.q_norm, l.k_norm, l.q_eps, l.k_eps, slots, &l.cache,
                                 tokens, c.q_heads, c.kv_heads, dim);
-  c.query = qkv, c.query_pitch = width, c.out = mixed, c.keys = l.keys, c.values = l.values;
+  c.query = qkv, c.query_pitch = width, c.out = mixed, c.cache = l.cache;
   attend(c, (int)threads);
   matmul(l.out, mixed, tokens, hidden, l.hidden, true, (int)threads);
   rms_norm(hidden, nullptr, l.post_norm, l.post_eps, norm, tokens, l.hidden, l.hidden, l.hidden);

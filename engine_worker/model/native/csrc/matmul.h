@@ -34,7 +34,7 @@ struct Weight {
 
 // Scratch that each thread keeps between calls.
 INLINE float* scratch(int which, size_t floats) {
-  static thread_local std::vector<float> buffers[8];
+  static thread_local std::vector<float> buffers[9];
   std::vector<float>& buffer = buffers[which];
   if (buffer.size() < floats + W) buffer.resize(floats + W);
   uintptr_t address = (uintptr_t)buffer.data();

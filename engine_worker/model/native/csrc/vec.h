@@ -43,6 +43,12 @@ INLINE void load_i4(const uint8_t* p, V& low, V& high) {
   low = {_mm512_permutexvar_ps(both, table)};  // only the low four bits choose
   high = {_mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), table)};
 }
+// 8 bytes as 16 numbers e2m1: the low halves first.
+INLINE V load_e2m1(const uint8_t* p) {
+  const __m512 table = _mm512_setr_ps(0, 0.5f, 1, 1.5f, 2, 3, 4, 6, -0.0f, -0.5f, -1, -1.5f, -2, -3, -4, -6);
+  __m128i both = _mm_loadl_epi64((const __m128i*)p);
+  return {_mm512_permutexvar_ps(_mm512_cvtepu8_epi32(_mm_unpacklo_epi64(both, _mm_srli_epi16(both, 4))), table)};
+}
 
 #elif defined(__AVX2__)
 
@@ -87,6 +93,14 @@ INLINE void load_i4(const uint8_t* p, V& low, V& high) {
   low = {widen(l), widen(_mm_srli_si128(l, 8))};
   high = {widen(h), widen(_mm_srli_si128(h, 8))};
 }
+INLINE V load_e2m1(const uint8_t* p) {
+  const __m128i doubled = _mm_setr_epi8(0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12);
+  __m128i both = _mm_loadl_epi64((const __m128i*)p);
+  __m128i codes = _mm_and_si128(_mm_unpacklo_epi64(both, _mm_srli_epi16(both, 4)), _mm_set1_epi8(15));
+  __m128i x = _mm_shuffle_epi8(doubled, codes);
+  __m256 half = _mm256_set1_ps(0.5f);
+  return {_mm256_mul_ps(widen(x), half), _mm256_mul_ps(widen(_mm_srli_si128(x, 8)), half)};
+}
 
 #else
 
@@ -110,6 +124,10 @@ INLINE float top(V a) { float m = a.x[0]; for (int i = 1; i < W; i++) m = m > a.
 INLINE V load_i8(const int8_t* p) { EACH((float)p[i]); }
 INLINE void load_i4(const uint8_t* p, V& low, V& high) {
   for (int i = 0; i < W; i++) low.x[i] = (float)(p[i] & 15) - 8, high.x[i] = (float)(p[i] >> 4) - 8;
+}
+INLINE V load_e2m1(const uint8_t* p) {
+  const float table[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, 0, -0.5f, -1, -1.5f, -2, -3, -4, -6};
+  EACH(table[i < 8 ? p[i] & 15 : p[i - 8] >> 4]);
 }
 
 #endif
