@@ -119,6 +119,8 @@ def rows(
     ):
         measured = left.get(name, "as before") if after is not None else "the gateways did not answer"
         found.append(Row(what, target, measured, after is not None and name not in left, True))
+    resumed = [line for lines in logs for same in lines.values() for line in same if "resumed_from" in line]
+    found.append(Row("streams that broke and went on elsewhere", "told only", str(len(resumed)), None, False))
     if after is not None:
         pairs = zip(before.gateways, after.gateways, strict=True)
         grown = ", ".join(f"{b.rss_bytes / 2**20:.0f} to {a.rss_bytes / 2**20:.0f} MiB" for b, a in pairs)
