@@ -147,8 +147,11 @@ class Admission:
         return not room or lane.num_in_flight < room
 
     def _make_room(self, claim: Claim, lane: _Lane) -> None:
-        crowded_out = lane.queue.crowd_out(claim.tenant)
+        """In the lane of the same model, or else in another."""
+        lanes = (lane, *(other for other in self._lanes.values() if other is not lane))
+        crowded_out = next(filter(None, (each.queue.crowd_out(claim.tenant) for each in lanes)), None)
         if crowded_out is None:
+            self._tidy(claim.model, lane)
             raise self._full()
         self.num_queued -= 1
         if not crowded_out.done():

@@ -143,7 +143,7 @@ class _Watcher:
         try:
             if self._dialect is None:
                 self._dialect = await detect(self._client, self._replica.spec.dialect)
-                self._replica.dialect = self._dialect.name
+                self._registry.speaks(self._replica, self._dialect.name)
             report = self._checked(await self._dialect.poll())
             await self._answered(self._dialect, report)
         except PollError as error:

@@ -152,6 +152,11 @@ class Registry:
                 self._key_spaces[model] = found
         return found
 
+    def speaks(self, replica: Replica, dialect: str) -> None:
+        """What it is was found out (anew)."""
+        replica.dialect = dialect
+        self._mixing = None
+
     def mixing(self) -> frozenset[ReplicaId]:
         """Replicas whose caches don't keep salts apart."""
         if self._mixing is None:
@@ -243,6 +248,7 @@ class Registry:
     def check_invariants(self) -> None:
         for model, ready in self._ready.items():
             assert ready == tuple(r for r in self._replicas.values() if _is_ready(r, model))
+        assert self._mixing in (None, frozenset(r.replica_id for r in self if r.joined and not r.keeps_apart))
         for model, spaces in self._key_spaces.items():
             assert spaces == frozenset(replica.key_space for replica in self.ready(model))
         for replica_id, replica in self._replicas.items():

@@ -150,13 +150,21 @@ class Watcher:
         while True:
             try:
                 if self._file is not None:
-                    self.load_file()  # a look at the file's times, nearly always
+                    await self._load_changed(self._file)
                 else:
                     await self._load_redis()
                 self._say("")
             except (KeysError, LinkDown) as error:
                 self._say(str(error))
             await asyncio.sleep(RELOAD_S)
+
+    async def _load_changed(self, file: FileStore) -> None:
+        """Off the loop: the folder may be a slow one."""
+        stamp = await asyncio.to_thread(file.stamp)
+        if stamp != self._stamp:
+            self._directory.load(await asyncio.to_thread(file.read))
+            self._stamp = stamp
+        self._fresh_at = self._clock()
 
     def _say(self, trouble: str) -> None:
         if trouble and trouble != self._said:

@@ -8,7 +8,7 @@ import resource
 import pytest
 
 from engine_worker.contract.errors import ApiError
-from gateway.admission import Admission, affordable_in_flight
+from gateway.admission import Admission, Claim, affordable_in_flight
 
 
 async def waiting(admission: Admission) -> asyncio.Task[None]:
@@ -88,3 +88,77 @@ async def test_a_drained_gateway_lets_nothing_in_and_what_waits_goes_on():
 def test_file_descriptors_bound_what_is_affordable():
     soft, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
     assert 16 <= affordable_in_flight() <= max(16, soft)
+
+
+async def test_tenants_take_turns_whatever_the_order_of_arrival():
+    admission = Admission(1, 10, 30.0)
+    await admission.enter(Claim("flood", cost=10.0))
+    order: list[str] = []
+
+    async def one(tenant: str) -> None:
+        claim = Claim(tenant, cost=10.0)
+        await admission.enter(claim)
+        order.append(tenant)
+        admission.leave(claim, 10.0)
+
+    tasks = []
+    for tenant in ("flood", "flood", "flood", "calm"):
+        tasks.append(asyncio.create_task(one(tenant)))
+        await asyncio.sleep(0)
+    assert admission.num_queued == 4
+    admission.check_invariants()
+    admission.leave(Claim("flood", cost=10.0), 10.0)
+    await asyncio.gather(*tasks)
+    assert order.index("calm") <= 1
+    assert admission.num_in_flight == 0
+    admission.check_invariants()
+
+
+async def test_each_model_has_the_room_of_its_replicas():
+    room = {"small": 1, "large": 2}
+    admission = Admission(100, 10, 30.0, room=lambda model: room.get(model, 0))
+    await admission.enter(Claim(model="small"))
+    waits = asyncio.create_task(admission.enter(Claim(model="small")))
+    for _ in range(2):
+        await admission.enter(Claim(model="large"))
+    await asyncio.sleep(0)
+    assert admission.num_queued == 1
+    room["small"] = 2  # a replica came
+    admission.pump()
+    await waits
+    for model in ("small", "small", "large", "large"):
+        admission.leave(Claim(model=model))
+    admission.check_invariants()
+
+
+async def test_models_that_nobody_serves_leave_nothing_behind():
+    admission = Admission(1, 1, 30.0, room=lambda model: 0)
+    await admission.enter(Claim(model="first"))
+    task = asyncio.create_task(admission.enter(Claim(model="second")))
+    await asyncio.sleep(0)
+    for number in range(5):
+        with pytest.raises(ApiError):
+            await admission.enter(Claim(model=f"made up {number}"))
+    assert set(admission._lanes) == {"", "first", "second"}
+    admission.leave(Claim(model="first"))
+    await task
+    admission.leave(Claim(model="second"))
+    assert set(admission._lanes) == {""}
+    admission.check_invariants()
+
+
+async def test_a_full_queue_is_made_room_in_whatever_the_model():
+    admission = Admission(1, 2, 30.0)
+    await admission.enter(Claim("flood", model="a"))
+    flooding = [asyncio.create_task(admission.enter(Claim("flood", model="a"))) for _ in range(2)]
+    await asyncio.sleep(0)
+    calm = asyncio.create_task(admission.enter(Claim("calm", model="b")))
+    await asyncio.wait(flooding, return_when=asyncio.FIRST_COMPLETED)
+    with pytest.raises(ApiError):
+        await flooding[1]
+    for model in ("a", "a", "b"):
+        admission.leave(Claim("flood" if model == "a" else "calm", model=model))
+        await asyncio.sleep(0)
+    await asyncio.gather(flooding[0], calm)
+    assert admission.num_in_flight == 0
+    admission.check_invariants()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter, deque
 
-from hypothesis import given
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from policies.fair import FairQueue
@@ -114,6 +114,7 @@ STEPS = st.lists(
 )
 
 
+@settings(deadline=None, suppress_health_check=[HealthCheck.too_slow])  # busy machines
 @given(STEPS)
 def test_against_lists(steps: list[tuple[str, str, float]]) -> None:
     """Nothing is lost, doubled or served out of turn within its tenant."""

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from tests.gateway.harness import CHAT, Replica, Running, gateway, until
+from tests.gateway.harness import CHAT, Replica, Running, gateway, tokens, until
 from tests.gateway.tenancy.support import Keys, ask
 
 
@@ -204,6 +204,20 @@ async def test_who_hangs_up_pays_for_what_came(keys: Keys) -> None:
         await until(lambda: account.num_active == 0)
         assert 400 < account.tokens < 990
         assert (await ask(running, key, max_tokens=1)).status_code == 200
+
+
+async def test_an_answer_that_another_replica_goes_on_with_is_paid_once(keys: Keys) -> None:
+    key = keys.make("acme", budget_tokens=10_000)
+    bad, good = replica(), Replica(incarnation="two")
+    async with gateway(bad, good, keys_file=keys.path) as running:
+        fields = {"stream": True, "temperature": 0, "max_tokens": 12}
+        bad.play(fault="die", after=5, token_s=0.01, times=1)
+        answers = [await ask(running, key, **fields) for _ in range(2)]
+        assert good.log.num_resumed == 1
+        assert [len(tokens(answer.content)) for answer in answers] == [12, 12]
+        [account] = running.app.tenancy.ledger.accounts.values()
+        assert account.spent == 2 * (10 + 12)
+        running.app.tenancy.check_invariants()
 
 
 async def test_a_spent_budget_is_no_rate_limit_and_outlives_a_restart(keys: Keys) -> None:
