@@ -293,7 +293,7 @@ class Proxy:
                 guard.enter(Interrupt.FIRST_TOKEN_TIMEOUT, self._settings.first_token_s)
             else:
                 guard.leave()
-            response = await self._upstream.post(*self._resumer.request(exchange, replica))
+            response = await self._upstream.post(*self._resumer.request(exchange, lease))
             await self._relay.relay(exchange, lease, response)
             if exchange.record.end is EndState.FAILED:  # the stream ended in the replica's own error event
                 self._quarantine.suspect(exchange.path, exchange.parsed.body, replica)

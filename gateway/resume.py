@@ -17,6 +17,7 @@ from typing import Literal
 import msgspec
 
 from engine_worker.contract.resume import MARKS_HEADER, RESUME_PATH, ResumeOrder
+from engine_worker.contract.work import work_line
 from gateway.exchange import Exchange, Failure
 from gateway.openai.marks import MarkedScanner, told_ids
 from gateway.openai.sse import StreamScanner, events
@@ -102,12 +103,15 @@ class Resumer:
         self._registry = registry
         self._router = router
 
-    def request(self, exchange: Exchange, replica: Replica) -> tuple[Target, bytes, bytes]:
+    def request(self, exchange: Exchange, lease: Lease) -> tuple[Target, bytes, bytes]:
         """Where, with which headers and with which body the replica is asked: for the answer, or for its rest."""
-        parsed = exchange.parsed
+        parsed, replica, work_s = exchange.parsed, lease.replica, lease.decision.work_s
         headers = exchange.upstream_headers(replica.api_key)
-        if replica.model_fingerprint and parsed.stream and parsed.num_choices == 1:
-            headers += self._marks
+        if replica.model_fingerprint:
+            if work_s is not None:
+                headers += work_line(work_s)
+            if parsed.stream and parsed.num_choices == 1:
+                headers += self._marks
         if not exchange.answer.started:
             return replica.target(exchange.path), headers, exchange.body_for(replica)
         return replica.target(RESUME_PATH), headers + self._secret, exchange.order

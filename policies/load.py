@@ -20,7 +20,8 @@ what we finish later leaves `own`: nothing is lost and nothing counted twice. (D
 older than FOREIGN_TTL_S counts no more.
 
 Speed. First tokens that come closer together than a tenth of the time they took belong to one step of the engine.
-Such a group, and the time since the group before it or since its first dispatch, make one observation.
+Such a group, and the time since the group before it or since its first dispatch, make one observation. A request that
+a later one overtook (replicas may serve the shortest first) teaches nothing.
 """
 
 from __future__ import annotations
@@ -53,6 +54,7 @@ class Lease:
     dispatched_at: float
     first_token_at: float | None = None
     streamed: bool = True
+    overtaken: bool = False  # a later one's first token came before its own
     unreported: bool = True  # dispatched since the replica's last report
 
     @property
@@ -143,7 +145,9 @@ class ReplicaLoad:
         for older in self.waiting.values():
             if older is lease:
                 break
-            if not older.streamed:
+            if older.streamed:
+                older.overtaken = True
+            else:
                 silent.append(older)
         for older in silent:
             self._start(older, at)
@@ -193,6 +197,10 @@ class ReplicaLoad:
     # Speed
 
     def _observe(self, lease: Lease, silent: list[Lease], at: float, cached_tokens: int) -> bool:
+        if lease.overtaken:  # some of its work was done before what overtook it: nobody knows how much
+            learned = self._close_group() if self._group is not None else False
+            self._last_group_at = at
+            return learned
         group, learned = self._group, False
         if group is not None and at - group.until > max(GROUP_MIN_S, GROUP_SHARE * (group.until - group.since)):
             learned = self._close_group()

@@ -176,7 +176,8 @@ class LazyScores(Sequence[Score]):
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """Where a request goes and why. `reason` is one short word for the metrics' label."""
+    """Where a request goes and why. `reason` is one short word for the metrics' label. `work_s`: the seconds of prefill
+    by which the replica is asked to order it among those who wait there; None asks for nothing."""
 
     replica_id: ReplicaId
     policy: str
@@ -185,6 +186,7 @@ class Decision:
     num_tokens: int
     expected_ttft_s: float
     scores: Sequence[Score] = ()
+    work_s: float | None = None
 
 
 class Policy(Protocol):

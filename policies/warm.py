@@ -21,6 +21,9 @@ e_i  (`duplicates`)  what caching again pushes out of a full replica: the tokens
                      (One with a little room left is no reason: a fleet that fills evenly would chase the last. Nor is
                      it one where requests usually wait: queues spread sessions by themselves.)
 
+Replicas that can are asked to serve those who wait by p_i, the shortest first and aged (`order`). Then a long prompt no
+longer stands in the way of the short ones, so less is lost by sending them where their prefix is.
+
 W and p together are the expected time to first token. Costs within TIE_SHARE of the least (or TIE_S seconds) are the
 same as far as the rates are known; among those the longest match wins, then the fewest requests in flight, then chance.
 So a cold fleet spreads by chance and stays spread, because every dispatch raises W where it went.
@@ -58,6 +61,7 @@ class WarmConfig:
     duplicate_price  weight of e_i; 0 charges nothing
     room             weight of the charge for new blocks while half of the replicas have room
     quadratic        whether attention's quadratic term counts in p_i
+    order            whether replicas are told p_i, to serve by it
     """
 
     tau: float = 1.0
@@ -67,6 +71,7 @@ class WarmConfig:
     duplicate_price: float = 1.0
     room: float = 1.0
     quadratic: bool = True
+    order: bool = True
 
 
 class _Weights(NamedTuple):
@@ -102,14 +107,16 @@ class Warm:
         bound = least + max(TIE_SHARE * least, TIE_S)
         near = [view for view, cost in zip(views, costs, strict=True) if cost <= bound]
         chosen = near[0] if len(near) == 1 else _break_tie(near, rng)
+        work_s = own_prefill_s(chosen)
         return Decision(
             chosen.replica_id,
             self.name,
             _reason(chosen, weights.longest, len(views)),
             chosen.matched_tokens,
             chosen.num_tokens,
-            chosen.queued_prefill_s + own_prefill_s(chosen),
+            chosen.queued_prefill_s + work_s,
             LazyScores(lambda: self._scores(views, weights)),
+            work_s if self._config.order else None,
         )
 
     def _costs(self, views: Sequence[ReplicaView], weights: _Weights) -> list[float]:

@@ -8,12 +8,11 @@ Hits, chunks, preemption and resume are values of the counter, so there is no ph
 A plan, in this order, within `max_num_batched_tokens`:
 
 1. decodes, one token each;
-2. prefills that are under way;
-3. admissions, first come first served by (priority, arrival), while all of the request's tokens fit beside what the
-   running ones have yet to store and one more block for each of them. A follower (n > 1) is passed over until its
-   leader's prompt is computed.
+2. prefills under way and admissions, in the order of waiting_queue.py: a short prompt need not wait for the rest of a
+   long one. Who waits is admitted while all of its tokens fit beside what the running ones have yet to store and one
+   more block for each of them. A follower (n > 1) is passed over until its leader's prompt is computed.
 
-When a decode or a prefill finds no free block, the last in the order of (priority, arrival) is preempted: its blocks
+When a decode or a prefill finds no free block, the last in that order is preempted: its blocks
 are freed (and stay cached until handed out), it waits at its old place and is recomputed later, sampled tokens
 included. Nobody is preempted for a request that comes after it: that one stalls instead and keeps its blocks. So the
 first in the order always advances: alone it finds all blocks free, and `add` refused what could not fit alone.
@@ -46,7 +45,7 @@ from engine_worker.core.types import (
     StepPlan,
     StepResult,
 )
-from engine_worker.core.waiting_queue import Key, WaitingQueue
+from engine_worker.core.waiting_queue import Key, WaitingQueue, key_of
 
 __all__ = ["RequestTooLarge", "Scheduler", "SchedulerConfig", "SchedulerStats"]
 
@@ -87,7 +86,7 @@ class Scheduler:
         assert request.status is RequestStatus.WAITING
         assert len(request.output_ids) < request.params.max_tokens
         self._requests[request.request_id] = request
-        self._keys[request.request_id] = (request.priority, request.arrival_s, self._num_added)
+        self._keys[request.request_id] = key_of(request, self._num_added)
         self._num_added += 1
         if request.leader_id in self._requests and request.leader_id != request.request_id:
             self._leaders[request.request_id] = self._requests[request.leader_id]
@@ -148,9 +147,9 @@ class Scheduler:
                 assert not request.draft_ids, "drafts have their slots"
                 self._continue(request, step)
         for request in prefills:
+            self._admit(step, now, before=self._keys[request.request_id])
             self._continue(request, step)
-        if not step.preempted and len(self._waiting):
-            self._admit(step, now)
+        self._admit(step, now)
         assert step.segments or not self._requests, "work, but nothing to compute"
         return StepPlan(tuple(step.segments.values()), tuple(step.preempted))
 
@@ -258,11 +257,16 @@ class Scheduler:
         self._enqueue(victim)
         return True
 
-    def _admit(self, step: Step, now: float) -> None:
+    def _admit(self, step: Step, now: float, before: Key | None = None) -> None:
+        """Lets in whom the step has room for, in order; with `before` those that come before that key."""
+        if step.preempted or step.budget == 0 or not self._waiting.has_any(before):
+            return
         admitted: list[Request] = []
         reserve = sum(map(self._kv.num_blocks_to_come, self._running))
         for request in self._waiting:
             if step.budget == 0 or len(self._running) + len(admitted) >= self.config.max_num_seqs:
+                break
+            if before is not None and self._keys[request.request_id] > before:
                 break
             if self._is_held_back(request):
                 continue

@@ -86,6 +86,7 @@ class Request:
     num_computed      tokens whose KV is in the cache blocks of `block_ids`; the only progress counter
     output_ids        tokens put out; a request that is added with some goes on behind them
     draft_ids         speculated tokens behind the output, there from `Scheduler.speculate` to the step's commit
+    work_s            seconds of prefill that whoever sent it expects here; orders those who wait (waiting_queue.py)
     num_cached_tokens prompt tokens that the first admission found in the prefix cache; None before it. A resume after
                       preemption does not change it
     leader_id         a sibling (another of the n choices) whose prompt must be computed first, so that this one finds
@@ -102,6 +103,7 @@ class Request:
     arrival_s: float
     salt: str = ""
     priority: int = 0
+    work_s: float = 0.0
     leader_id: str | None = None
     output_ids: list[int] = field(default_factory=list)
     draft_ids: tuple[int, ...] = ()

@@ -1,6 +1,13 @@
-"""Requests that wait for admission, first come first served within a priority (a lower number goes first).
+"""Requests that wait for admission, within a priority (a lower number goes first) in the order of
 
-A preempted request comes back under its old key, so it waits at its old place: before everybody who arrived later.
+    arrival_s + work_s / AGING
+
+Where nothing is known of their work that is first come, first served. A gateway that knows how much of a prompt is
+cached tells the prefill seconds that it expects, and then the shortest goes first, which keeps the mean wait shortest
+(Smith, 1956). It ages: a second of work is worth 20 of waiting, so nobody waits for ever behind those who come later.
+A made-up number gains nothing: without work a request has its place by arrival, and never a better one.
+
+A preempted request comes back under its old key, so it waits at its old place.
 """
 
 from __future__ import annotations
@@ -11,7 +18,14 @@ from dataclasses import dataclass
 
 from engine_worker.core.types import Request
 
-Key = tuple[int, float, int]  # (priority, arrival_s, order of arrival here)
+AGING = 0.05  # seconds of work that a second of waiting is worth
+
+Key = tuple[int, float, int]  # (priority, place in time, order of arrival here)
+
+
+def key_of(request: Request, number: int) -> Key:
+    """Its place in the order. `number`: of requests that came before it."""
+    return request.priority, request.arrival_s + request.work_s / AGING, number
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +48,10 @@ class WaitingQueue:
     def __iter__(self) -> Iterator[Request]:
         """In order of admission. The queue must not change meanwhile."""
         return (entry.request for entry in self._entries)
+
+    def has_any(self, before: Key | None = None) -> bool:
+        """Whether anybody waits; with `before`, anybody whose key comes before it."""
+        return bool(self._entries) and (before is None or self._entries[0].key < before)
 
     def add(self, request: Request, key: Key, num_uncached: int) -> None:
         insort(self._entries, _Waiting(key, request, num_uncached), key=lambda entry: entry.key)

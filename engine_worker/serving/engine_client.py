@@ -93,15 +93,18 @@ class EngineClient:
         """Until no sequence is in flight."""
         await self._idle.wait()
 
-    def submit(self, prepared: PreparedCall) -> Call:
-        """Hand a request to the engine. Raises ApiError 503 without an engine, 429 when too much is in flight."""
+    def submit(self, prepared: PreparedCall, work_s: float = 0.0) -> Call:
+        """Hand a request to the engine; `work_s` orders it there (contract/work.py).
+
+        Raises ApiError 503 without an engine, 429 when too much is in flight.
+        """
         if self.refusal is not None:
             raise self.refusal
         if self._send is None:
             raise ApiError(503, "The model is still loading.", code="engine_not_ready", retry_after_s=5)
         if self.num_in_flight + len(prepared.prompts) * prepared.n > MAX_SEQUENCES_IN_FLIGHT:
             raise ApiError(429, "Too many requests are waiting here.", code="queue_full", retry_after_s=2)
-        sequences = list(self._sequences(prepared))
+        sequences = list(self._sequences(prepared, work_s))
         call = Call(self, sequences)
         if not self._calls:
             self.last_news_s = time.monotonic()
@@ -111,7 +114,7 @@ class EngineClient:
         self._send(Add(sequences))
         return call
 
-    def _sequences(self, prepared: PreparedCall) -> list[Sequence]:
+    def _sequences(self, prepared: PreparedCall, work_s: float) -> list[Sequence]:
         """A prompt's first choice leads: the others find its blocks in the cache."""
         arrival_s = time.monotonic()
         result = []
@@ -121,7 +124,9 @@ class EngineClient:
                 request_id = f"r{next(self._ids)}"
                 params = prepared.params_of(p, choice)
                 result.append(
-                    Sequence(request_id, prompt_ids, params, arrival_s, prepared.salt, leader_id, prepared.output_ids)
+                    Sequence(
+                        request_id, prompt_ids, params, arrival_s, prepared.salt, leader_id, prepared.output_ids, work_s
+                    )
                 )
                 leader_id = leader_id or request_id
         return result

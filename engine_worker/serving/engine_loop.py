@@ -158,6 +158,7 @@ class EngineLoop:
             salt=sequence.salt,
             leader_id=sequence.leader_id,
             output_ids=list(sequence.output_ids),
+            work_s=sequence.work_s,
         )
         try:
             self._scheduler.add(request)

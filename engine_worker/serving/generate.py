@@ -17,6 +17,7 @@ from functools import partial
 
 from engine_worker.contract.errors import ApiError
 from engine_worker.contract.resume import MARKS_HEADER
+from engine_worker.contract.work import WORK_HEADER, read_work
 from engine_worker.core.types import FinishReason, SampledToken
 from engine_worker.serving import resume, sse
 from engine_worker.serving.detokenizer import Piece, PlacedToken, SequenceText
@@ -201,6 +202,7 @@ class Generator:
         resumes: bool = False,
     ) -> None:
         arrival_s = time.monotonic()
+        work_s = read_work(exchange.header(WORK_HEADER))
         loop = asyncio.get_running_loop()
         prepared = await loop.run_in_executor(self._executor, prepare)
         reply = shape(
@@ -215,7 +217,7 @@ class Generator:
         )
         marks = resume.marks_for(prepared, exchange.header(MARKS_HEADER))
         with (
-            self._client.submit(prepared) as call,
+            self._client.submit(prepared, work_s) as call,
             self._metrics.request(prepared, arrival_s) as request_metrics,
         ):
             generation = Generation(prepared, self._tokens, request_metrics, marks)

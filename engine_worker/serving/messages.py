@@ -35,7 +35,7 @@ class StartOrder(msgspec.Struct, frozen=True, kw_only=True):
 class Sequence(msgspec.Struct, frozen=True, array_like=True):
     """One sequence to generate. `arrival_s` is CLOCK_MONOTONIC, which all processes of a machine share.
 
-    `output_ids` are tokens that it has put out elsewhere: it goes on behind them.
+    `output_ids` are tokens that it has put out elsewhere: it goes on behind them. `work_s`: see contract/work.py.
     """
 
     request_id: str
@@ -45,6 +45,7 @@ class Sequence(msgspec.Struct, frozen=True, array_like=True):
     salt: str = ""
     leader_id: str | None = None
     output_ids: list[int] = []
+    work_s: float = 0.0
 
 
 class Add(msgspec.Struct, frozen=True, array_like=True, tag="add"):

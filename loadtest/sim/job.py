@@ -39,6 +39,7 @@ class Job:
     status: JobStatus = JobStatus.WAITING
     matched_tokens: int = 0
     cached_tokens: int = 0
+    work_s: float = 0.0
     dispatched_at: float | None = None
     first_token_at: float | None = None
     finished_at: float | None = None

@@ -170,6 +170,7 @@ class Simulation:
             self.clock.at(self.clock.now + RETRY_AFTER_S, self._place, job)
             return
         job.replica_id, job.matched_tokens, job.reason = decision.replica_id, decision.matched_tokens, decision.reason
+        job.work_s = decision.work_s or 0.0
         job.attempt += 1
         job.dispatched_at = self.clock.now
         dispatched = events.Dispatched(
@@ -301,5 +302,6 @@ def sim_request(job: Job, arrival_s: float | None = None) -> SimRequest:
         prompt_ids=range(job.trace.num_prompt_tokens),  # type: ignore[arg-type]
         params=SamplingParams(max_tokens=job.trace.num_output_tokens),
         arrival_s=job.arrived_at if arrival_s is None else arrival_s,
+        work_s=job.work_s,
         names=[*job.names, *job.output_names] if job.output_names else job.names,
     )

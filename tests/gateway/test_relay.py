@@ -155,3 +155,16 @@ async def test_a_body_that_does_not_come_is_timed_out():
         writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 10\r\n\r\n{")
         assert b" 408 " in await reader.readline()
         writer.close()
+
+
+async def test_bundled_workers_alone_are_told_the_work_that_is_expected():
+    for incarnation, policy, told in (("life", "warm", True), ("", "warm", False), ("life", "round_robin", False)):
+        replica = Replica(incarnation=incarnation)
+        async with gateway(replica, policy=policy) as running:
+            response = await running.client.post(
+                "/v1/chat/completions", json=CHAT, headers={"x-warmgate-work": "forged"}
+            )
+            assert response.status_code == 200
+        work = replica.log.last_headers.get("x-warmgate-work")
+        assert (work is not None) == told
+        assert work is None or float(work) > 0.0

@@ -80,3 +80,11 @@ def test_nothing_is_learned_while_others_prompts_are_in_the_way(load: ReplicaLoa
     load.reported(StatsReported(10.1, ReplicaId("a"), 0, 5, 0.0, 5000), SpeedModel().own_rates())
     assert not load.first_token(taken, 12.0, 0)
     assert not speed.prefills
+
+
+def test_one_that_was_overtaken_teaches_nothing(load: ReplicaLoad, speed: Recorder) -> None:
+    first, second, third = (lease(load, f"r{i}", 10.0) for i in range(3))
+    load.first_token(second, 11.0, 0)
+    load.first_token(first, 11.3, 0)  # much of it was done before 11.0
+    load.first_token(third, 12.3, 0)
+    assert speed.prefills == [(1, 160, 1.0), (1, 160, 1.0)]

@@ -173,3 +173,12 @@ def test_a_mirror_that_does_not_learn_keeps_its_capacity() -> None:
         serve(fleet, "a", "r1", "x" * 8, 0.0, cached=0)
         serve(fleet, "a", "r2", "x" * 8, 1.0, cached=0)  # eight blocks were expected, none came
         assert fleet.stats(ReplicaId("a")).index_capacity_blocks == expected
+
+
+def test_a_replica_is_told_the_work_that_is_left_of_the_prompt_there() -> None:
+    snapshot = FleetSnapshot(0.0, 0, (BUSY, COLD))
+    for config in (WarmConfig(), WarmConfig(order=False)):
+        decision = Warm(config).choose(request("r", "x"), snapshot, random.Random(0))
+        [chosen] = [each for each in snapshot.replicas if each.replica_id == decision.replica_id]
+        work_s = chosen.rates.prefill_s(chosen.num_tokens - chosen.matched_tokens, chosen.matched_tokens)
+        assert decision.work_s == (work_s if config.order else None)

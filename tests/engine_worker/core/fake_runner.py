@@ -280,6 +280,7 @@ def make_request(
     arrival_s: float = 0.0,
     salt: str = "",
     priority: int = 0,
+    work_s: float = 0.0,
     leader_id: str | None = None,
     **params: object,
 ) -> Request:
@@ -289,6 +290,7 @@ def make_request(
         params=SamplingParams(max_tokens=max_tokens, **params),  # type: ignore[arg-type]
         arrival_s=arrival_s,
         salt=salt,
+        work_s=work_s,
         priority=priority,
         leader_id=leader_id,
     )

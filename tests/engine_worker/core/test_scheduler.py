@@ -60,6 +60,27 @@ def test_admission_goes_by_priority_then_arrival_then_order_of_coming() -> None:
     assert order == ["urgent", "first", "second", "late", "patient"]
 
 
+def test_the_shortest_work_goes_first_and_a_second_of_it_is_worth_20_of_waiting() -> None:
+    driver = make_driver(max_num_seqs=1)
+    driver.add(
+        make_request("long", [1], arrival_s=0.0, work_s=2.0),  # as if it had come at 40
+        make_request("short", [1], arrival_s=30.0, work_s=0.1),
+        make_request("unknown", [1], arrival_s=31.0),
+        make_request("later", [1], arrival_s=39.0, work_s=0.1),
+    )
+    assert [shape(plan)[0][0] for plan in driver.run()] == ["unknown", "short", "long", "later"]
+
+
+def test_a_short_prompt_does_not_wait_for_the_rest_of_a_long_one() -> None:
+    driver = make_driver(max_num_batched_tokens=8)
+    driver.add(make_request("long", range(40), work_s=4.0))
+    driver.step()
+    driver.add(make_request("short", range(50, 55), arrival_s=1.0, work_s=0.5))
+    assert shape(driver.step()) == [("short", 0, 5, True), ("long", 8, 11, False)]
+    driver.run()
+    driver.check_ended()
+
+
 def test_no_more_than_max_num_seqs_run_and_never_more_than_the_budget_lets_decode() -> None:
     for max_num_seqs, max_num_batched_tokens in ((3, 100), (100, 3)):
         driver = make_driver(max_num_seqs=max_num_seqs, max_num_batched_tokens=max_num_batched_tokens)

@@ -53,6 +53,7 @@ class CoreMachine(RuleBasedStateMachine):
             arrival_s=self.driver.now,
             salt=data.draw(st.sampled_from(["", "", "other"])) if leader_id is None else self.salt,
             priority=data.draw(st.sampled_from([0, 0, 0, 1, -1])) if leader_id is None else 0,
+            work_s=data.draw(st.sampled_from([0.0, 0.0, 0.05, 0.5])),
             leader_id=leader_id,
             ignore_eos=data.draw(st.booleans()),
             min_tokens=data.draw(st.sampled_from([0, 0, 3])),

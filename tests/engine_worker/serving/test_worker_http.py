@@ -276,3 +276,12 @@ def test_metrics_have_the_names_that_dashboards_know(worker: RunningWorker) -> N
 def test_the_api_process_needs_no_torch() -> None:
     check = "import sys, engine_worker.serving.cli; print([m for m in ('torch', 'transformers') if m in sys.modules])"
     assert subprocess.check_output([sys.executable, "-c", check], text=True).strip() == "[]"
+
+
+def test_told_work_is_a_number_of_seconds(worker: RunningWorker) -> None:
+    def asked(value: str) -> httpx.Response:
+        return worker.http.post("/v1/chat/completions", json=chat_body("hello"), headers={"x-warmgate-work": value})
+
+    assert asked("0.25").status_code == 200
+    for value in ("-1", "nan", "soon", "1e9"):
+        assert "x-warmgate-work" in assert_error(asked(value), 400)["message"]
