@@ -9,7 +9,7 @@ import re
 from collections.abc import Awaitable, Callable, MutableMapping
 from typing import Any
 
-from engine_worker.contract.errors import ApiError, error_body
+from engine_worker.contract.errors import ApiError, check_json_type, error_body
 from gateway.guard import Guard, Interrupt
 
 Scope = MutableMapping[str, Any]
@@ -60,10 +60,16 @@ def patience_s(scope: Scope) -> float | None:
 
 
 async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
-    """The request's whole body. Raises ApiError(413) and ClientGone."""
-    length = header(scope, b"content-length")
-    if length is not None and length.isdigit() and int(length) > max_bytes:
-        raise _too_large(max_bytes)
+    """The request's whole body, which must be JSON. Raises ApiError 413 and 415, and ClientGone."""
+    for name, value in scope["headers"]:
+        if name == b"content-length":
+            if value.isdigit() and int(value[:20]) > max_bytes:
+                raise _too_large(max_bytes)
+        elif name == b"content-type":
+            if value != b"application/json":
+                check_json_type(value)
+        elif name == b"content-encoding" and value.lower() != b"identity":
+            raise ApiError(415, "Compressed request bodies are not read; send the JSON as it is.")
     message = await receive()
     if message["type"] == "http.request" and not message.get("more_body"):
         body = message.get("body", b"")
@@ -181,7 +187,7 @@ class Answer:
             headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after_s))))
         if error.should_retry is not None:
             headers.append((b"x-should-retry", b"true" if error.should_retry else b"false"))
-        if error.status in (408, 413):
+        if error.status in (408, 413, 415):
             headers.append((b"connection", b"close"))
         await self.whole(error.status, headers, error.body())
 

@@ -1,7 +1,7 @@
 """The gateway as an ASGI application: hot routes are plain ASGI straight into the proxy, the others are starlette's.
 
-Paths may start with a doubled slash, leave `/v1` out or have it twice, as some clients' do; replicas always get the
-plain path. Other APIs (translate/) are routes like the others, with a translation on the way.
+Paths may start with a doubled slash, end in one, leave `/v1` out or have it twice, as some clients' do; replicas
+always get the plain path. Other APIs (translate/) are routes like the others, with a translation on the way.
 """
 
 from __future__ import annotations
@@ -200,8 +200,8 @@ class Gateway:
 
     async def _other(self, scope: Scope, receive: Receive, send: Send) -> None:
         path = scope["path"]
-        if "//" in path or path.startswith("/v1/v1/"):
-            path = _SLASHES.sub("/", path).replace("/v1/v1/", "/v1/", 1)
+        if "//" in path or path.startswith("/v1/v1/") or (path.endswith("/") and len(path) > 1):
+            path = _SLASHES.sub("/", path).replace("/v1/v1/", "/v1/", 1).rstrip("/") or "/"
             scope = {**scope, "path": path, "raw_path": path.encode("utf-8", "surrogatepass")}
             hot = HOT_ROUTES.get(path)
             if hot is not None and scope["method"] == "POST":

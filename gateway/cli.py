@@ -46,7 +46,8 @@ def serve(
 ) -> None:
     """Run the gateway in front of replicas that are there already.
 
-    Every setting of the file is a flag too: stream_idle_s is --stream-idle-s, or WARMGATE_STREAM_IDLE_S.
+    Every setting of the file is a flag too: stream_idle_s is --stream-idle-s, or WARMGATE_STREAM_IDLE_S. The longest
+    that a request may take is --request-s, which may be written --request-timeout as other servers name it.
     """
     from gateway.config import ConfigError, GatewaySettings, load_settings
 
@@ -62,6 +63,9 @@ def serve(
     raise typer.Exit(run(settings))
 
 
+_ALSO_NAMED = {"request_timeout": "request_s", "request_timeout_s": "request_s"}
+
+
 def _setting_flags(arguments: list[str], names: frozenset[str]) -> dict[str, object]:
     """`--some-setting value` and `--some-setting=value`, for any name in `names`."""
     flags: dict[str, object] = {}
@@ -69,6 +73,7 @@ def _setting_flags(arguments: list[str], names: frozenset[str]) -> dict[str, obj
     while rest:
         flag, equals, value = rest.pop(0).partition("=")
         name = flag.removeprefix("--").replace("-", "_")
+        name = _ALSO_NAMED.get(name, name)
         if not flag.startswith("--") or name not in names:
             guess = difflib.get_close_matches(name, names, n=1)
             hint = f"; did you mean --{guess[0].replace('_', '-')}?" if guess else "; see warmgate serve --help"

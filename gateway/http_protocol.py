@@ -43,6 +43,11 @@ class GatewayProtocol(HttpToolsProtocol):
         self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._look_if_idle)
 
     def connection_lost(self, exc: Exception | None) -> None:
+        # With pipelined requests uvicorn knows the one read last; the one being answered has lost its client, too.
+        turn = getattr(self._connection, "cycle", None)
+        if turn is not None and not turn.response_complete:
+            turn.disconnected = True
+            turn.message_event.set()
         super().connection_lost(exc)
         self._stop_header_timer()
         if self._idle_timer is not None:

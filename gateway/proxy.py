@@ -22,6 +22,7 @@ from gateway.admission import ANYONE, Admission
 from gateway.aliases import Aliases
 from gateway.answer import Answer, ClientGone, Receive, Scope, Send, Watch, patience_s, read_body, request_id
 from gateway.config import GatewaySettings
+from gateway.embedders import Embedders
 from gateway.endings import end_broken, give_up, interrupted, quarantined, reject, sentence
 from gateway.exchange import (
     BROKEN_OFF,
@@ -86,6 +87,7 @@ class Proxy:
         self._tenancy = tenancy
         self._keeps_apart = settings.unsalted_replicas == "refuse"
         self._aliases = Aliases(settings.model_aliases)
+        self._embedders = Embedders(time.monotonic)
         self._num_retrying = 0
         self.on_served: Callable[[ParsedRequest, str, Lease], None] | None = None  # prompts worth keeping (warmup.py)
         secret = settings.secret.get_secret_value() if settings.secret is not None else None
@@ -195,6 +197,9 @@ class Proxy:
                     exchange.record.error = failure.log_text
                     raise quarantined()
                 route = replace(route, excluded=route.excluded | {lease.replica.replica_id})
+                if exchange.parsed.endpoint == "embeddings" and self._embedders.lacks(lease.replica, failure):
+                    lease = await self._place(self._embedders.only(route, self._router), exchange)
+                    continue
                 step = self._next_step(failure, attempt, route, lease.replica)
                 if isinstance(step, GiveUp):
                     return await give_up(exchange, failure, step)
@@ -258,7 +263,7 @@ class Proxy:
         if parsed.source is not None:
             chains = await self._prefix.chains(parsed.source, self._registry.key_spaces(model))
         estimate = max(1, len(parsed.body) // _BYTES_PER_TOKEN)
-        return RouteRequest(
+        route = RouteRequest(
             request_id=self._router.new_id(),
             model=model,
             num_tokens=max((chain.num_tokens for chain in chains.values()), default=estimate),
@@ -269,6 +274,7 @@ class Proxy:
             tenant=record.tenant,
             excluded=excluded,
         )
+        return self._embedders.only(route, self._router) if parsed.endpoint == "embeddings" else route
 
     def _model(self, parsed: ParsedRequest) -> str:
         """Routes that may leave the model out mean the only one there is."""

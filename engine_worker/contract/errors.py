@@ -55,3 +55,17 @@ def default_type(status: int) -> str:
 
 def error_body(message: str, type: str, param: str | None = None, code: str | None = None) -> bytes:
     return msgspec.json.encode({"error": {"message": message, "type": type, "param": param, "code": code}})
+
+
+def check_json_type(content_type: bytes | None) -> None:
+    """Raises ApiError 415 for a body that says it is something else than JSON.
+
+    OpenAI's API refuses it, too. It also keeps web pages from calling a server on their visitor's machine: a browser
+    sends `text/plain` and forms to anyone without asking, and JSON only where the server allows it (CORS).
+    """
+    if content_type and b"json" not in content_type.lower():
+        shown = content_type[:80].decode("latin-1")
+        raise ApiError(
+            415,
+            f"The body is {shown!r}, but must be application/json (with curl: -H 'content-type: application/json').",
+        )

@@ -67,6 +67,7 @@ class App:
 
     async def _dispatch(self, exchange: Exchange) -> None:
         path = _SLASHES.sub("/", exchange.path)
+        path = path.rstrip("/") or path
         methods = self._routes.get(path)
         if methods is None and path.startswith(_MODELS) and len(path) > len(_MODELS):
             methods = {"GET": self._model}
@@ -102,7 +103,7 @@ class App:
 
     async def _model(self, exchange: Exchange) -> None:
         loaded = self._worker.loaded()
-        name = _SLASHES.sub("/", exchange.path)[len(_MODELS) :]
+        name = _SLASHES.sub("/", exchange.path)[len(_MODELS) :].rstrip("/")
         loaded.preparer.check_model(name)
         await _json(exchange, self._card(name, loaded))
 

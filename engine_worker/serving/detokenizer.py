@@ -10,7 +10,7 @@ The token that ends a sequence (an end-of-sequence or stop token) has no text an
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from engine_worker.core.types import FinishReason, SampledToken
@@ -28,11 +28,13 @@ class PlacedToken:
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """What may be sent now. `finish_reason` is set exactly once, on the last piece."""
+    """What may be sent now. `finish_reason` is set exactly once, on the last piece, and with it `stop_reason`: the
+    stop string, or the id of the stop token, that ended the text; None where neither did."""
 
     text: str = ""
     tokens: tuple[PlacedToken, ...] = ()
     finish_reason: FinishReason | None = None
+    stop_reason: str | int | None = None
 
     @property
     def is_empty(self) -> bool:
@@ -43,9 +45,17 @@ class SequenceText:
     """The output text of one sequence. After a piece with a finish_reason nothing more may be pushed."""
 
     def __init__(
-        self, stream: TextStream, stops: Sequence[str] = (), *, include_stop: bool = False, min_tokens: int = 0
+        self,
+        stream: TextStream,
+        stops: Sequence[str] = (),
+        *,
+        include_stop: bool = False,
+        min_tokens: int = 0,
+        stop_token_ids: Collection[int] = (),
     ) -> None:
         self._stream = stream
+        self._stop_token_ids = stop_token_ids
+        self._stop_reason: str | int | None = None
         self._stops = StopStrings(stops) if stops else None
         self._include_stop = include_stop
         self._min_tokens = min_tokens
@@ -65,6 +75,8 @@ class SequenceText:
         assert self.finish_reason is None, "a finished sequence got another token"
         if token is not None:
             self.num_tokens += 1
+            if finish_reason is FinishReason.STOP and token.token_id in self._stop_token_ids:
+                self._stop_reason = token.token_id
             if finish_reason is not FinishReason.STOP or self._include_stop or is_complete:
                 cut = self._add(token, self._stream.push(token.token_id))
                 if cut is not None:
@@ -93,7 +105,11 @@ class SequenceText:
         if self._stops is None or not text or self.num_tokens <= self._min_tokens:
             return None
         match = self._stops.feed(text)
-        return None if match is None else before + match[1 if self._include_stop else 0]
+        if match is None:
+            return None
+        start, end = match
+        self._stop_reason = self._held[before + start : before + end]
+        return before + (end if self._include_stop else start)
 
     def _finish_at(self, cut: int) -> Piece:
         """End with the text up to `cut`; tokens whose text begins behind it are dropped."""
@@ -114,4 +130,5 @@ class SequenceText:
             at = shown[-1] + 1 if shown else 0
         tokens = tuple(placed for placed, _ in self._pending[:at])
         self._pending = self._pending[at:]
-        return Piece(text, tokens, self.finish_reason)
+        stop_reason = self._stop_reason if self.finish_reason is FinishReason.STOP else None
+        return Piece(text, tokens, self.finish_reason, stop_reason)

@@ -63,6 +63,7 @@ class Generation:
             prepared.stops,
             include_stop=prepared.include_stop,
             min_tokens=prepared.params[prompt].min_tokens,
+            stop_token_ids=prepared.params[prompt].stop_token_ids,
         )
 
     def replay(self, reply: Reply) -> None:
@@ -123,7 +124,7 @@ class Generation:
             prompt, lead = echoed(self._prepared.prompts[at], self._scores.get(at, []), self._tokens, skip)
             self._echoed[index] = len(prompt)
         moved = tuple(PlacedToken(placed.token, placed.offset + self._echoed[index]) for placed in tokens)
-        return Piece(prompt + piece.text, lead + moved, piece.finish_reason)
+        return Piece(prompt + piece.text, lead + moved, piece.finish_reason, piece.stop_reason)
 
     @property
     def prompt_scores(self) -> list[list[SampledToken]]:
@@ -244,6 +245,7 @@ def _joined(pieces: list[Piece]) -> Piece:
         "".join(piece.text for piece in pieces),
         tuple(token for piece in pieces for token in piece.tokens),
         pieces[-1].finish_reason,
+        pieces[-1].stop_reason,
     )
 
 

@@ -13,7 +13,7 @@ from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
 from typing import Any, TypeVar
 
-from engine_worker.contract.errors import ApiError
+from engine_worker.contract.errors import ApiError, check_json_type
 
 Scope = dict[str, Any]
 Message = dict[str, Any]
@@ -79,6 +79,7 @@ class Exchange:
             raise _too_large(limit)
         if (self.header(b"content-encoding") or b"identity").lower() != b"identity":
             raise ApiError(415, "Compressed request bodies are not read; send the JSON as it is.")
+        check_json_type(self.header(b"content-type"))
 
     async def while_connected(self, work: Awaitable[Result]) -> Result:
         """Await `work`, or cancel it and raise ClientGone as soon as the client has gone. The body must be read."""

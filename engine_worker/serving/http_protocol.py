@@ -9,8 +9,9 @@ doesn't read has left in the buffer.
 from __future__ import annotations
 
 import asyncio
+from typing import Any
 
-from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
+from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from engine_worker.contract.errors import ApiError
 
@@ -23,6 +24,7 @@ class WorkerProtocol(HttpToolsProtocol):
     _num_head_bytes = 0
     _refused = False
     _head_timer: asyncio.TimerHandle | None = None
+    _turn: RequestResponseCycle | None = None  # being answered: with pipelined requests not the one read last
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -30,7 +32,19 @@ class WorkerProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
+        if self._is_answering:
+            assert self._turn is not None
+            self._turn.disconnected = True
+            self._turn.message_event.set()
         super().connection_lost(exc)
+
+    def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
+        self._turn = cycle
+        super()._start_asgi_task(cycle, app)
+
+    @property
+    def _is_answering(self) -> bool:
+        return self._turn is not None and not self._turn.response_complete
 
     def data_received(self, data: bytes) -> None:
         if not self._refused:
@@ -79,6 +93,10 @@ class WorkerProtocol(HttpToolsProtocol):
             self._refuse(ApiError(400, msg))
 
     def _refuse(self, error: ApiError) -> None:
+        if self._is_answering:  # a refusal in the middle of an answer would be read as part of it
+            self._refused = True
+            self.transport.close()
+            return
         body = error.body()
         self.transport.write(
             STATUS_LINE[error.status]

@@ -4,6 +4,9 @@ What clients trip over, and therefore the rules here: `role` only in a choice's 
 null (a `tool_calls: []` on plain text sends agents looking for calls); `object`, `id`, `created` and `model` are the
 same in all chunks of an answer; `finish_reason` comes exactly once a choice; with `include_usage` a last chunk without
 choices carries the usage and all others `usage: null`, and without it no chunk mentions usage.
+
+`stop_reason` is vLLM's addition: beside a finish_reason, the stop string or the id of the stop token that ended the
+text, or null.
 """
 
 from __future__ import annotations
@@ -144,6 +147,7 @@ class ChatReply:
             "message": message,
             "logprobs": self._logprobs(piece.tokens),
             "finish_reason": reason,
+            "stop_reason": piece.stop_reason,
         }
 
     def opening(self, index: int) -> list[bytes]:
@@ -156,7 +160,7 @@ class ChatReply:
         if piece.text or piece.tokens:
             frames.append(self._delta(index, {"content": piece.text}, piece.tokens))
         if piece.finish_reason is not None:
-            frames.append(self._delta(index, {}, finish_reason=piece.finish_reason))
+            frames.append(self._delta(index, {}, finish_reason=piece.finish_reason, stop_reason=piece.stop_reason))
         return frames
 
     def _chunks_with_calls(self, index: int, piece: Piece, tools: ToolUse) -> list[bytes]:
@@ -168,7 +172,7 @@ class ChatReply:
             tokens = ()
         if piece.finish_reason is not None:
             reason = calls.finish_reason(piece.finish_reason)
-            frames.append(self._delta(index, {}, tokens, finish_reason=reason))
+            frames.append(self._delta(index, {}, tokens, finish_reason=reason, stop_reason=piece.stop_reason))
         elif tokens:
             self._held[index] = tokens
         return frames
@@ -185,10 +189,17 @@ class ChatReply:
         return [encode(self._chunk.json([], usage=usage.json()))] if self._include_usage else []
 
     def _delta(
-        self, index: int, delta: Json, tokens: tuple[PlacedToken, ...] = (), finish_reason: str | None = None
+        self,
+        index: int,
+        delta: Json,
+        tokens: tuple[PlacedToken, ...] = (),
+        finish_reason: str | None = None,
+        stop_reason: str | int | None = None,
     ) -> bytes:
         logprobs = self._logprobs(tokens) if tokens else None
         choice = {"index": index, "delta": delta, "logprobs": logprobs, "finish_reason": finish_reason}
+        if finish_reason is not None:
+            choice["stop_reason"] = stop_reason
         return encode(self._chunk.json([choice], **self._more))
 
     def _logprobs(self, tokens: Sequence[PlacedToken]) -> Json | None:
@@ -254,11 +265,13 @@ class CompletionReply:
         return [encode(self._envelope.json([], usage=usage.json()))] if self._include_usage else []
 
     def _choice(self, index: int, piece: Piece) -> Json:
+        ended = {} if piece.finish_reason is None else {"stop_reason": piece.stop_reason}
         return {
             "index": index,
             "text": piece.text,
             "logprobs": self._logprobs(piece),
             "finish_reason": piece.finish_reason,
+            **ended,
         }
 
     def _logprobs(self, piece: Piece) -> Json | None:

@@ -199,7 +199,7 @@ def _guided(request: GenerationRequest) -> list[Format | None]:
 
 
 def _one_of(field: str, values: Json, whitespace: str | None, closed: bool = False) -> Format | None:
-    given = {name: value for name, value in values.items() if value is not None and value != "" and value != []}
+    given = {name: value for name, value in values.items() if value is not None and value != ""}
     if len(given) > 1:
         raise invalid(field, f"`{field}` takes one of {', '.join(values)}, not {' and '.join(given)}.")
     for name, value in given.items():
@@ -216,7 +216,7 @@ def _one_of(field: str, values: Json, whitespace: str | None, closed: bool = Fal
 
 
 def _alternatives(field: str, choices: list[str]) -> str:
-    if len(choices) > MAX_CHOICES or not all(choices):
+    if not 0 < len(choices) <= MAX_CHOICES or not all(choices):
         raise invalid(field, f"`{field}` takes 1 to {MAX_CHOICES} choices, none of them empty.")
     return " | ".join(json.dumps(choice, ensure_ascii=False) for choice in choices)
 

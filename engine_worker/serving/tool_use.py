@@ -28,7 +28,7 @@ from engine_worker.serving.tool_parser import CallStyle, ToolParser
 from engine_worker.serving.validation import invalid, unsupported
 
 MAX_TOOLS = 128
-MAX_FORCED_CALLS = 16  # of tool_choice "required": a model that can't stop calling is stopped
+MAX_FORCED_CALLS = 16  # of an output that is constrained to calls: a model that can't stop calling is stopped
 
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,64}")
 
@@ -116,7 +116,7 @@ class ToolPlanner:
             style = HERMES
         one_only = choice == "one" or request.parallel_tool_calls is False
         use = ToolUse(style, {f.name: f.parameters for f in functions}, 1 if one_only else None)
-        calls = _Calls(style, functions, 1 if one_only else MAX_FORCED_CALLS, self._mark)
+        calls = _Calls(style, functions, 1 if one_only else _most_calls(request, choice, functions), self._mark)
         if choice != "auto":
             return use, compiled("tools", "lark", calls.only())
         if wanted is not None:
@@ -276,6 +276,15 @@ def _named(names: list[str], functions: list[Function]) -> list[Function]:
         if name not in known:
             raise invalid("tool_choice", f"`tool_choice` names {name[:64]!r}, which is not among `tools`.")
     return [known[name] for name in dict.fromkeys(names)]
+
+
+def _most_calls(request: ChatRequest, choice: str, functions: list[Function]) -> int:
+    """Small models that are made to call can't stop, and repeat one call until max_tokens cuts the answer off. So a
+    forced answer has as many calls as there are functions, or MAX_FORCED_CALLS where the client asks for parallel
+    ones by name."""
+    if choice == "required" and not request.parallel_tool_calls:
+        return min(len(functions), MAX_FORCED_CALLS)
+    return MAX_FORCED_CALLS
 
 
 def _slashes_escaped(pattern: str) -> str:

@@ -51,6 +51,7 @@ def test_a_whole_chat() -> None:
                 "message": {"role": "assistant", "content": "hi", "refusal": None},
                 "logprobs": None,
                 "finish_reason": "stop",
+                "stop_reason": None,
             }
         ],
         "usage": {
@@ -66,7 +67,8 @@ def test_a_whole_completion() -> None:
     body = json.loads(completion().whole([HI, HI], USAGE))
     assert body["object"] == "text_completion"
     assert [choice["index"] for choice in body["choices"]] == [0, 1]
-    assert body["choices"][0] == {"index": 0, "text": "hi", "logprobs": None, "finish_reason": "stop"}
+    ended = {"finish_reason": "stop", "stop_reason": None}
+    assert body["choices"][0] == {"index": 0, "text": "hi", "logprobs": None, **ended}
 
 
 def test_the_chunks_of_a_chat() -> None:
@@ -80,6 +82,16 @@ def test_the_chunks_of_a_chat() -> None:
     assert {chunk["object"] for chunk in (opening, text, end)} == {"chat.completion.chunk"}
     assert "usage" not in text
     assert reply.closing(USAGE) == []
+
+
+@pytest.mark.parametrize("make", [chat, completion])
+@pytest.mark.parametrize("reason", ["END", 7])
+def test_what_stopped_an_answer_is_told_beside_its_finish_reason(make: Any, reason: str | int) -> None:
+    piece = Piece("hi", finish_reason=FinishReason.STOP, stop_reason=reason)
+    assert json.loads(make().whole([piece], USAGE))["choices"][0]["stop_reason"] == reason
+    chunks = parsed(make().chunks(0, piece))
+    assert [choice.get("stop_reason") for chunk in chunks for choice in chunk["choices"]][-1] == reason
+    assert "stop_reason" not in parsed(make().chunks(0, Piece("hi")))[0]["choices"][0]
 
 
 @pytest.mark.parametrize("make", [chat, completion])
