@@ -235,7 +235,11 @@ class GatewayProtocol(HttpToolsProtocol):
     def _refuse(self, error: ApiError) -> None:
         self._stop_header_timer()
         body = error.body()
-        if self.cycle is None or self.cycle.response_complete:  # else an answer is on its way, which this would break
+        cycle = self.cycle
+        turn = getattr(self._connection, "cycle", None)
+        is_own_body = cycle is not None and turn is cycle and cycle.more_body and not cycle.response_started
+        # Else an answer is on its way, which this would break, or be taken for.
+        if cycle is None or cycle.response_complete or is_own_body:
             self.transport.write(
                 STATUS_LINE[error.status]
                 + b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)

@@ -87,6 +87,7 @@ class Log:
     num_in_flight: int = 0
     num_resumed: int = 0
     num_bad_resumes: int = 0
+    num_embeddings: int = 0
     last_headers: dict[str, str] = field(default_factory=dict)
     last_body: str = ""
     last_path: str = ""

@@ -40,6 +40,7 @@ class FakeWorker:
         self.log = Log()
         self.has_state = has_state
         self.incarnation = incarnation
+        self.embeddings_status = 404
         self.on_poison: Callable[[], Awaitable[None]] = _exit
         self._ends: deque[End] = deque(maxlen=_MAX_ENDS)
         self._writers: set[asyncio.StreamWriter] = set()
@@ -101,6 +102,11 @@ class FakeWorker:
             await respond(writer, 200, self._state())
         elif path == "/tokenize":
             await respond(writer, 200, {"tokens": [1, 2, 3], "count": 3, "max_model_len": 1000})
+        elif path == "/v1/embeddings":
+            self.log.num_embeddings += 1
+            status = self.embeddings_status
+            answer = {"object": "list", "model": self.model, "data": []}
+            await respond(writer, status, answer if status == 200 else error_object("no embeddings", status))
         elif method == "POST" and path in ("/v1/chat/completions", "/v1/completions"):
             self.log.last_headers, self.log.last_body, self.log.last_path = headers, body.decode("latin-1"), path
             return await self._completion(path, msgspec.json.decode(body), headers, reader, writer)

@@ -93,7 +93,9 @@ class WorkerProtocol(HttpToolsProtocol):
             self._refuse(ApiError(400, msg))
 
     def _refuse(self, error: ApiError) -> None:
-        if self._is_answering:  # a refusal in the middle of an answer would be read as part of it
+        turn = self._turn
+        is_own_body = turn is self.cycle and turn is not None and turn.more_body and not turn.response_started
+        if self._is_answering and not is_own_body:  # a refusal would be read as the answer, or as part of it
             self._refused = True
             self.transport.close()
             return

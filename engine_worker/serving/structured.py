@@ -193,7 +193,7 @@ def _guided(request: GenerationRequest) -> list[Format | None]:
     return [
         _one_of("guided_json", {"json": request.guided_json}, whitespace),
         _one_of("guided_regex", {"regex": request.guided_regex}, whitespace),
-        _one_of("guided_choice", {"choice": request.guided_choice}, whitespace),
+        _one_of("guided_choice", {"choice": request.guided_choice or None}, whitespace),
         _one_of("guided_grammar", {"grammar": request.guided_grammar}, whitespace),
     ]
 

@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 
 from gateway.cli import UserError, _become, _setting_flags
+from gateway.config import GatewaySettings
 from tests.support.processes import free_port, python
 
 NAMES = frozenset({"stream_idle_s", "drain_s", "secret", "policy"})
@@ -90,3 +91,8 @@ def test_a_command_whose_packages_are_missing_says_what_to_install(monkeypatch: 
     monkeypatch.setitem(preflight.EXTRAS, "engine", ("torch_that_nobody_has",))
     with pytest.raises(UserError, match=r"A worker needs torch_that_nobody_has: .*pip install '\.\[engine\]'"):
         _become("engine_worker", [], "engine", "A worker")
+
+
+@pytest.mark.parametrize("words", [["--request-timeout", "9"], ["--request-timeout-s=9"], ["--request-s", "9"]])
+def test_the_longest_time_of_a_request_has_the_name_that_other_servers_give_it(words: list[str]) -> None:
+    assert _setting_flags(words, frozenset(GatewaySettings.model_fields)) == {"request_s": "9"}

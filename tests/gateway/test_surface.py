@@ -13,7 +13,9 @@ from tests.gateway.harness import CHAT, Replica, gateway, until
 ORIGIN = "https://app.example"
 
 
-@pytest.mark.parametrize("path", ["/v1//chat/completions", "//v1/chat/completions", "/v1/v1/chat/completions"])
+@pytest.mark.parametrize(
+    "path", ["/v1//chat/completions", "//v1/chat/completions", "/v1/v1/chat/completions", "/v1/chat/completions/"]
+)
 async def test_paths_that_clients_put_together_badly(path: str):
     replica = Replica()
     async with gateway(replica) as running:
@@ -22,6 +24,37 @@ async def test_paths_that_clients_put_together_badly(path: str):
         assert replica.log.last_path == "/v1/chat/completions"
         models = await running.client.get(f"http://127.0.0.1:{running.port}/v1//models")
         assert [entry["id"] for entry in models.json()["data"]] == ["fake"]
+
+
+@pytest.mark.parametrize(
+    "headers", [{"content-type": "text/plain"}, {"content-type": "multipart/form-data"}, {"content-encoding": "gzip"}]
+)
+async def test_bodies_that_say_they_are_something_else_are_refused(headers: dict[str, str]):
+    """A page in a browser can send text/plain to a gateway on its visitor's machine without being asked."""
+    async with gateway(Replica()) as running:
+        body = json.dumps(CHAT).encode()
+        answer = await running.client.post("/v1/chat/completions", content=body, headers=headers)
+        assert answer.status_code == 415
+        assert set(answer.json()["error"]) == {"message", "type", "param", "code"}
+        for fine in ({}, {"content-type": "application/json; charset=utf-8"}, {"content-type": "application/x+json"}):
+            assert (await running.client.post("/v1/chat/completions", content=body, headers=fine)).status_code == 200
+
+
+async def test_embeddings_are_asked_of_the_replicas_that_have_them():
+    """The others are found out by asking, which is no failure of theirs, and passed over from then on."""
+    without, also_without, having = Replica(), Replica(), Replica()
+    also_without.worker.embeddings_status = 501
+    having.worker.embeddings_status = 200
+    async with gateway(without, also_without, having) as running:
+        for _ in range(4):
+            answer = await running.client.post("/v1/embeddings", json={"model": "fake", "input": "hi"})
+            assert (answer.status_code, answer.headers["x-warmgate-replica"]) == (200, having.name)
+        assert without.log.num_embeddings <= 1
+        assert also_without.log.num_embeddings <= 1
+        having.worker.embeddings_status = 404
+        answer = await running.client.post("/v1/embeddings", json={"model": "fake", "input": "hi"})
+        assert answer.status_code == 404
+        assert "embeddings" in answer.json()["error"]["message"]
 
 
 async def test_models_have_slashes_and_replicas_of_their_own():

@@ -15,8 +15,12 @@ TOKENS = TokenText(TOKENIZER)
 EOS = TOKENIZER.token_to_id("<|eos|>")
 
 
-def sequence(*stops: str, include_stop: bool = False, min_tokens: int = 0, skip: bool = True) -> SequenceText:
-    return SequenceText(TOKENS.stream(skip), stops, include_stop=include_stop, min_tokens=min_tokens)
+def sequence(
+    *stops: str, include_stop: bool = False, min_tokens: int = 0, skip: bool = True, stop_ids: tuple[int, ...] = ()
+) -> SequenceText:
+    return SequenceText(
+        TOKENS.stream(skip), stops, include_stop=include_stop, min_tokens=min_tokens, stop_token_ids=stop_ids
+    )
 
 
 def run(text: SequenceText, ids: list[int], end: FinishReason = FinishReason.LENGTH) -> list[Piece]:
@@ -52,6 +56,15 @@ def test_the_end_token_is_shown_on_request() -> None:
     text = sequence(include_stop=True, skip=False)
     assert joined(run(text, [*ids_of("hello"), EOS], FinishReason.STOP)) == "hello<|eos|>"
     assert text.num_tokens == 2
+
+
+def test_what_stopped_a_text_is_told_with_its_end() -> None:
+    [mark] = ids_of("o")
+    assert run(sequence("never", "ll"), ids_of("hello"))[-1].stop_reason == "ll"
+    assert run(sequence("ll", include_stop=True), ids_of("hello"))[-1].stop_reason == "ll"
+    assert run(sequence(stop_ids=(mark,)), [*ids_of("hell"), mark], FinishReason.STOP)[-1].stop_reason == mark
+    assert run(sequence(stop_ids=(mark,)), [*ids_of("hell"), EOS], FinishReason.STOP)[-1].stop_reason is None
+    assert run(sequence("xyz"), ids_of("hello"))[-1].stop_reason is None
 
 
 def test_a_held_back_prefix_is_released_at_the_end() -> None:
