@@ -32,15 +32,20 @@ class WorkerProtocol(HttpToolsProtocol):
 
     def connection_lost(self, exc: Exception | None) -> None:
         self._stop_timer()
-        if self._is_answering:
-            assert self._turn is not None
-            self._turn.disconnected = True
-            self._turn.message_event.set()
+        self._end_turn()
         super().connection_lost(exc)
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._turn = cycle
         super()._start_asgi_task(cycle, app)
+
+    def _end_turn(self) -> None:
+        """The application must neither wait for the rest of a request nor write an answer any more."""
+        if self._is_answering:
+            assert self._turn is not None
+            self._turn.disconnected = True
+            self._turn.waiting_for_100_continue = False
+            self._turn.message_event.set()
 
     @property
     def _is_answering(self) -> bool:
@@ -99,6 +104,7 @@ class WorkerProtocol(HttpToolsProtocol):
             self._refused = True
             self.transport.close()
             return
+        self._end_turn()
         body = error.body()
         self.transport.write(
             STATUS_LINE[error.status]

@@ -54,7 +54,8 @@ class Pair:
         self.worker.until_idle()
         for process in (self.gateway, self.worker.process):
             assert process.status is None, process.output[-4000:]
-            assert "Traceback" not in process.output, process.output[-8000:]
+            _, found, trace = process.output.partition("Traceback")
+            assert not found, f"{process.command}: {found}{trace[:8000]}"
 
 
 @pytest.fixture(scope="session")
