@@ -199,6 +199,7 @@ class Proxy:
                 route = replace(route, excluded=route.excluded | {lease.replica.replica_id})
                 if exchange.parsed.endpoint == "embeddings" and self._embedders.lacks(lease.replica, failure):
                     lease = await self._place(self._embedders.only(route, self._router), exchange)
+                    exchange.placed(lease, base_headers)
                     continue
                 step = self._next_step(failure, attempt, route, lease.replica)
                 if isinstance(step, GiveUp):

@@ -48,8 +48,10 @@ def _(t: Target) -> None:
 def _(t: Target) -> None:
     text = f"{time.time_ns()} {LONG}"
     t.chat(text, max_tokens=1)
-    usage = t.chat(text, max_tokens=1)["usage"]
-    cached = usage["prompt_tokens_details"]["cached_tokens"]
+    cached = 0
+    for _ in range(4):  # a busy fleet may ask another replica, which has it from then on
+        usage = t.chat(text, max_tokens=1)["usage"]
+        cached = cached or usage["prompt_tokens_details"]["cached_tokens"]
     expect(0 < cached <= usage["prompt_tokens"], f"{cached} of {usage['prompt_tokens']} tokens cached")
 
 

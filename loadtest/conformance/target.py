@@ -61,7 +61,7 @@ class Target:
     def _until_ready(self, limit_s: float) -> None:
         """A server may still be loading its model."""
         deadline = time.monotonic() + limit_s
-        while self.post("/v1/chat/completions", self.chat_body(max_tokens=1)).status_code == 503:
+        while self.post("/v1/chat/completions", self.chat_body(max_tokens=1)).status_code in (429, 503):
             if time.monotonic() > deadline:
                 raise Failed(f"it still answered 503 after {limit_s:g} s")
             time.sleep(1)
