@@ -62,6 +62,9 @@ _SLASHES = re.compile(r"/{2,}")
 _FIRST_POLLS_S = 2.0
 _CORS_MAX_AGE_S = 24 * 3600
 _EXPOSED = ("x-request-id", "request-id", "retry-after", "x-should-retry", "x-warmgate-replica", "x-warmgate-policy")
+_EXPOSED_LIMITS = tuple(
+    f"x-ratelimit-{what}-{unit}" for what in ("limit", "remaining", "reset") for unit in ("requests", "tokens")
+)
 _EXPOSED_TOKENS = ("x-warmgate-matched-tokens", "x-warmgate-cached-tokens")
 
 
@@ -135,7 +138,7 @@ class Gateway:
                 allow_origins=settings.allowed_origins,
                 allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
-                expose_headers=[*_EXPOSED, *_EXPOSED_TOKENS],
+                expose_headers=[*_EXPOSED, *_EXPOSED_TOKENS, *_EXPOSED_LIMITS],
                 max_age=_CORS_MAX_AGE_S,
             )
 
