@@ -23,6 +23,7 @@ if TYPE_CHECKING:
 
 _CODES = {FailureKind.BROKEN: "replica_failed", FailureKind.TIMEOUT: "timeout"}
 _ENGINE_DIED = b'"engine_restarting"'  # the code in a bundled worker's answer then
+_ENGINE_AWAY = b'"engine_not_ready"'  # and until the next one is there
 CLIENT_CLOSED_REQUEST = 499  # nginx's status, for metrics and the log only: nobody is there to get it
 
 
@@ -134,14 +135,14 @@ class Failure:
     def is_gone(self) -> bool:
         """The replica, or the engine behind it, is no more: what it had must go elsewhere."""
         if self.kind is FailureKind.REJECTED:
-            return self.body is not None and _ENGINE_DIED in self.body
+            return self.body is not None and (_ENGINE_DIED in self.body or _ENGINE_AWAY in self.body)
         return self.kind in (FailureKind.CONNECT, FailureKind.BROKEN)
 
     @property
     def is_suspicious(self) -> bool:
         """The request may have brought the replica down. (An engine can die behind an API that says so.)"""
         if self.kind is FailureKind.REJECTED:
-            return self.status == 500 or self.is_gone
+            return self.status == 500 or (self.body is not None and _ENGINE_DIED in self.body)
         return self.kind is FailureKind.BROKEN
 
     @property

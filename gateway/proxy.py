@@ -176,7 +176,7 @@ class Proxy:
         base_headers = exchange.answer.headers
         lease = await self._place(route, exchange)
         exchange.placed(lease, base_headers)
-        attempt = 1
+        attempt, is_counted = 1, False
         try:
             while True:
                 failure = await self._attempt(exchange, lease)
@@ -190,8 +190,9 @@ class Proxy:
                     if onward is None:
                         return
                     route, lease = onward
-                    self._num_retrying += attempt == 1
-                    attempt += 1
+                    if not failure.is_gone and not is_counted:
+                        self._num_retrying += 1
+                        is_counted = True
                     continue
                 if failure.is_suspicious and await self._quarantine.settled(exchange.path, exchange.parsed.body):
                     exchange.record.error = failure.log_text
@@ -204,13 +205,14 @@ class Proxy:
                 step = self._next_step(failure, attempt, route, lease.replica)
                 if isinstance(step, GiveUp):
                     return await give_up(exchange, failure, step)
-                self._num_retrying += attempt == 1
+                self._num_retrying += not is_counted
+                is_counted = True
                 attempt += 1
                 self._metrics.failed_over(failure.kind.value)
                 lease = await self._place(route, exchange)
                 exchange.placed(lease, base_headers)
         finally:
-            self._num_retrying -= attempt > 1
+            self._num_retrying -= is_counted
 
     async def _place(self, route: RouteRequest, exchange: Exchange) -> Lease:
         return await self._router.place(route, exchange.guard.remaining_s)
