@@ -46,7 +46,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--api-key", default="unused")
     parser.add_argument("--worker", action="append", help="an engine's URL whose /metrics show what it has in hand")
     parser.add_argument("--only", action="append", default=[], help="checks with this in their category or sentence")
-    parser.add_argument("--threads", type=int, default=4, help="checks at once (default: 4)")
+    parser.add_argument("--threads", type=int, default=12, help="checks at once (default: 12)")
     parser.add_argument("--timeout-s", type=float, default=60.0, help="longest wait for one answer (default: 60)")
     parser.add_argument(
         "--abort-within-s", type=float, default=0.5, help="for a request whose client left (default: 0.5)"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import socket
 import time
@@ -147,9 +148,10 @@ class Target:
     def raw(self, data: bytes, half_close: bool = False) -> bytes:
         """What the server says to these bytes until it closes; b"" where it only closes."""
         with self.connect() as sock:
-            sock.sendall(data)
-            if half_close:
-                sock.shutdown(socket.SHUT_WR)
+            with contextlib.suppress(OSError):  # refused before all was sent
+                sock.sendall(data)
+                if half_close:
+                    sock.shutdown(socket.SHUT_WR)
             received = b""
             while chunk := _receive(sock):
                 received += chunk

@@ -20,7 +20,7 @@ def test_all_checks_hold(stack: Stack, category: str) -> None:
     stack.until_all_up()
     target = Target(stack.base_url, stack.model, timeout_s=300, abort_within_s=60, worker_urls=list(stack.worker_urls))
     try:
-        results = run_all(selected([f"{category}:"]), target, num_threads=4)
+        results = run_all(selected([f"{category}:"]), target, num_threads=12)  # generation is batched
     finally:
         target.close()
     assert len(results) >= 10
