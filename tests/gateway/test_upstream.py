@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import socket
 import struct
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterator
 
 import pytest
 
@@ -342,24 +342,58 @@ async def test_one_that_stops_waiting_for_a_connection_lets_the_next_one_have_it
         upstream.check_invariants()
 
 
-async def test_a_connection_that_is_not_taken_up_in_time_is_a_failure_to_connect():
-    with socket.socket() as deaf:
+@contextlib.contextmanager
+def deaf_server() -> Iterator[socket.socket]:
+    """Where nobody takes up connections and the queue of those to be taken up is full: the next one hears nothing."""
+    with contextlib.ExitStack() as stack:
+        deaf = stack.enter_context(socket.socket())
         deaf.bind(("127.0.0.1", 0))
         deaf.listen(0)
-        fillers = []
-        for _ in range(4):  # so that the queue of those to be accepted is full, and the next one hears nothing
-            filler = socket.socket()
+        for _ in range(4):
+            filler = stack.enter_context(socket.socket())
             filler.setblocking(False)
             with contextlib.suppress(BlockingIOError):
                 filler.connect(deaf.getsockname())
-            fillers.append(filler)
+        yield deaf
+
+
+async def test_one_that_stops_while_it_connects_keeps_no_place():
+    """Places of the cancelled are free at once: the one that waited for its turn connects, and is answered."""
+
+    async def answer(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        with contextlib.suppress(ConnectionError, asyncio.IncompleteReadError):
+            while True:
+                await read_request(reader)
+                writer.write(OK)
+
+    with deaf_server() as deaf:
+        upstream = Upstream(connect_s=HANG_GUARD_S, max_connections_per_replica=4)
+        url = Target(f"http://127.0.0.1:{deaf.getsockname()[1]}", "/")
+        connecting = [asyncio.create_task(post(upstream, url)) for _ in range(4)]
+        waiting = asyncio.create_task(post(upstream, url))
+        await until(lambda: upstream._pools)
+        [pool] = upstream._pools.values()
+        await until(lambda: pool.num_open == 4 and len(pool.waiters) == 1)
+        for task in connecting:
+            task.cancel()
+        await asyncio.gather(*connecting, return_exceptions=True)
+        await until(lambda: pool.num_open == 1 and not pool.waiters)
+        server = await asyncio.start_server(answer, sock=deaf)
+        async with asyncio.timeout(HANG_GUARD_S):
+            assert await waiting == b"ok"
+        assert pool.num_open == 1
+        upstream.check_invariants()
+        await upstream.close()
+        server.close()
+
+
+async def test_a_connection_that_is_not_taken_up_in_time_is_a_failure_to_connect():
+    with deaf_server() as deaf:
         upstream = Upstream(connect_s=0.1, max_connections_per_replica=4)
         with pytest.raises(UpstreamError) as caught:
             await post(upstream, Target(f"http://127.0.0.1:{deaf.getsockname()[1]}", "/"))
         assert caught.value.kind is UpstreamFailure.CONNECT
         await upstream.close()
-        for filler in fillers:
-            filler.close()
 
 
 async def test_a_replica_that_answers_before_it_has_read_all_is_heard_and_its_connection_not_reused():
