@@ -2,8 +2,9 @@
 
     answers                      joined with what it reports; its load goes to the fleet
     refuses the connection       down at once: its process is gone
-    times out, or answers badly  down after `poll_failures` polls in a row; what waits there for a first token fails
-                                 over once it has been silent for `stuck_after_s`
+    times out, or answers badly  down after `poll_failures` polls in a row (after a timeout at once, else in its time);
+                                 what waits there for a first token fails over once it has been silent for
+                                 `stuck_after_s`
     another incarnation          restarted: its index and load are purged, its tokenizer is fetched and checked again
 
 The data plane sees a dead replica first. It marks it down (`trouble`) and the watcher polls at once, so a replica that
@@ -108,6 +109,7 @@ class _Watcher:
         self._client = client
         self._dialect: Dialect | None = None
         self._num_failures = 0
+        self._is_silent = False
         self._answered_at = time.monotonic()
         self._generation = 0
         self._cut_of: tuple[str, str, int, frozenset[str]] | None = None
@@ -133,6 +135,8 @@ class _Watcher:
             for polled in awaited:
                 if not polled.done():
                     polled.set_result(None)
+            if self._is_silent and self._num_failures < self._settings.poll_failures:
+                continue  # that took its time already, and whether it has stopped should be known soon
             try:
                 async with asyncio.timeout(self._settings.poll_interval_s):
                     await self.poll_now.wait()
@@ -161,6 +165,7 @@ class _Watcher:
 
     async def _answered(self, dialect: Dialect, report: Report) -> None:
         self._num_failures = 0
+        self._is_silent = False
         self._answered_at = time.monotonic()
         replica, registry = self._replica, self._registry
         if replica.joined and report.incarnation != replica.incarnation:
@@ -184,6 +189,7 @@ class _Watcher:
     def _failed(self, error: PollError) -> None:
         replica = self._replica
         self._num_failures += 1
+        self._is_silent = error.timed_out
         if error.refused:
             if replica.joined:
                 self._generation += 1  # for engines that tell no incarnation: what comes back is another process

@@ -344,7 +344,7 @@ async def test_one_that_stops_waiting_for_a_connection_lets_the_next_one_have_it
 
 @contextlib.contextmanager
 def deaf_server() -> Iterator[socket.socket]:
-    """Where nobody takes up connections and the queue of those to be taken up is full: the next one hears nothing."""
+    """Where the queue of connections to be taken up is full: the next one hears nothing."""
     with contextlib.ExitStack() as stack:
         deaf = stack.enter_context(socket.socket())
         deaf.bind(("127.0.0.1", 0))
@@ -376,12 +376,10 @@ async def test_one_that_stops_while_it_connects_keeps_no_place():
         await until(lambda: pool.num_open == 4 and len(pool.waiters) == 1)
         for task in connecting:
             task.cancel()
-        await asyncio.gather(*connecting, return_exceptions=True)
         await until(lambda: pool.num_open == 1 and not pool.waiters)
         server = await asyncio.start_server(answer, sock=deaf)
         async with asyncio.timeout(HANG_GUARD_S):
             assert await waiting == b"ok"
-        assert pool.num_open == 1
         upstream.check_invariants()
         await upstream.close()
         server.close()
