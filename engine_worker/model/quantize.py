@@ -12,6 +12,11 @@ text of engine_worker/evaluate.py rises from 21 to 55.
 Without kernels, and on CUDA, `QuantizedLinear` widens a weight at each use and multiplies with torch. That saves the
 memory, and on CUDA with many rows costs little; at few rows it costs the widening.
 
+int4 is symmetric, with a scale searched for each group. Groups with a minimum of their own, rounded from min to max,
+look perfect on the demo model (perplexity -0.1 %): its weights lie on just such a grid, that of their GGUF file. With
+the columns in another order, so that groups are not the file's, they cost +27 % and searched symmetric ones +14 %
+(768 tokens of the evaluation text). A model that was never quantized is like the latter.
+
 Embeddings follow the LM head where the two are tied, and stay dense otherwise: looking up rows costs no bandwidth.
 """
 
