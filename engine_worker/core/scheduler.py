@@ -28,6 +28,7 @@ right (core/drafts.py). Nobody waits or is preempted for a guess: it takes budge
 from __future__ import annotations
 
 from bisect import insort
+from typing import Any
 
 from engine_worker.core.ahead import plan_behind
 from engine_worker.core.drafts import DraftCounts, most_drafts, usable, verified
@@ -181,7 +182,7 @@ class Scheduler:
                 continue
             self._kv.commit(request, segment.end)
             if scores:
-                updates.append(self._update(request, None, None, scores=scores))
+                updates.append(self._update(request, None, None, None, False, scores))
         return updates
 
     # -- what others read
@@ -300,28 +301,12 @@ class Scheduler:
         return updates
 
     def _update(
-        self,
-        request: Request,
-        token: SampledToken | None,
-        reason: FinishReason | None,
-        error: str | None = None,
-        is_complete: bool = False,
-        scores: tuple[SampledToken, ...] = (),
+        self, request: Request, token: SampledToken | None, reason: FinishReason | None, *rest: Any
     ) -> RequestUpdate:
-        assert request.num_cached_tokens is not None
+        """See RequestUpdate.of; a request with a reason is over."""
         if reason is not None:
             self._finish(request)
-        return RequestUpdate(
-            request.request_id,
-            token,
-            reason,
-            request.num_cached_tokens,
-            error,
-            is_complete,
-            scores,
-            request.num_draft_tokens,
-            request.num_accepted_tokens,
-        )
+        return RequestUpdate.of(request, token, reason, *rest)
 
     def _finish(self, request: Request) -> None:
         key = self._keys.pop(request.request_id)

@@ -248,3 +248,19 @@ class RequestUpdate:
     prompt_logprobs: tuple[SampledToken, ...] = ()
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0
+
+    @classmethod
+    def of(
+        cls,
+        request: Request,
+        token: SampledToken | None,
+        reason: FinishReason | None,
+        error: str | None = None,
+        is_complete: bool = False,
+        scores: tuple[SampledToken, ...] = (),
+    ) -> RequestUpdate:
+        """An update of a request that was admitted, with its counts as they are now."""
+        cached = request.num_cached_tokens
+        assert cached is not None
+        drafts, accepted = request.num_draft_tokens, request.num_accepted_tokens
+        return cls(request.request_id, token, reason, cached, error, is_complete, scores, drafts, accepted)
