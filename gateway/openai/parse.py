@@ -258,13 +258,18 @@ def _decoded(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
 def _refuse_duplicates(body: bytes) -> None:
     """Raises ApiError(400) for a key that the top level has twice.
 
-    A key that stands once in the whole body stands once at the top. That settles nearly every body, as long as no key
-    can be spelled in two ways, which takes an escape.
+    Where the keys and values that a decoder sees fill the body to the last byte, there is no room for another one:
+    most clients write no white space. A key that stands once in the whole body stands once at the top. One of the two
+    settles nearly every body, as long as no key can be spelled in two ways, which takes an escape.
     """
     if b"\\u" in body or b"\\/" in body:
         _walk(body)
         return
-    for key in _RAW.decode(body):
+    raws = _RAW.decode(body)
+    # {"key":value,...}: a key's quotes and colon, and a comma or brace
+    if sum(map(len, raws)) + sum(map(len, raws.values())) + 4 * len(raws) + 1 == len(body):
+        return
+    for key in raws:
         if body.count(b'"%b"' % key.encode()) != 1:
             _walk(body)
             return

@@ -23,6 +23,10 @@ from policies.types import BlockKey, PrefixChain
 KEY_BYTES = 16
 ID_BYTES = 4
 
+# So many blocks are looked up together before any of them is hashed by itself.
+STRIDE_BLOCKS = 8
+MAX_STRIDES = 8192  # in each generation: some 15 MB of keys at most, most of which the router's index has anyway
+
 # A text block stands for this many tokens: English text in BPE has close to four bytes a token.
 TEXT_BYTES_PER_TOKEN = 4
 
@@ -53,13 +57,65 @@ def pack_ids(ids: Iterable[int]) -> bytes:
     return packed.tobytes()
 
 
+class Strides:
+    """Keys of stretches that were cut before, by a digest of what they hang on: all but the last turns of a chat.
+
+    Two generations bound it without a list of uses: when the young one is full it becomes the old one, and what is
+    met again in the old one is young again.
+    """
+
+    __slots__ = ("_old", "_young", "max_strides")
+
+    def __init__(self, max_strides: int = MAX_STRIDES) -> None:
+        self.max_strides = max_strides
+        self._young: dict[int, list[BlockKey]] = {}
+        self._old: dict[int, list[BlockKey]] = {}
+
+    def __len__(self) -> int:
+        return len(self._young) + len(self._old)
+
+    def keys(self, parent: int, data: bytes, start: int, block_bytes: int) -> list[BlockKey]:
+        """Keys of STRIDE_BLOCKS full blocks from `start` on, behind `parent`. The list is not to be changed."""
+        end = start + STRIDE_BLOCKS * block_bytes
+        name = xxh3_128_intdigest(parent.to_bytes(KEY_BYTES, "little") + data[start:end])
+        found = self._young.get(name)
+        if found is None:
+            found = self._old.pop(name, None)
+            if found is None:
+                found = _hashed(parent, data, start, end, block_bytes)
+            if len(self._young) >= self.max_strides:
+                self._old, self._young = self._young, {}
+            self._young[name] = found
+        return found
+
+    def check_invariants(self) -> None:
+        assert len(self._young) <= self.max_strides
+        assert len(self._old) <= self.max_strides
+        assert not self._young.keys() & self._old.keys()
+
+
+_strides = Strides()
+
+
 def block_keys(parent: BlockKey, data: bytes, block_bytes: int) -> list[BlockKey]:
     """Keys of the full blocks of `data` behind `parent`, in order. A rest shorter than a block has no key."""
     assert block_bytes > 0
     keys: list[BlockKey] = []
     key: int = parent
-    for start in range(0, len(data) - block_bytes + 1, block_bytes):
-        key = xxh3_128_intdigest(key.to_bytes(KEY_BYTES, "little") + data[start : start + block_bytes])
+    stride_bytes = STRIDE_BLOCKS * block_bytes
+    start, size = 0, len(data)
+    while start + stride_bytes <= size:
+        keys += _strides.keys(key, data, start, block_bytes)
+        key = keys[-1]
+        start += stride_bytes
+    return keys + _hashed(key, data, start, size, block_bytes)
+
+
+def _hashed(parent: int, data: bytes, start: int, end: int, block_bytes: int) -> list[BlockKey]:
+    keys: list[BlockKey] = []
+    key = parent
+    for at in range(start, end - block_bytes + 1, block_bytes):
+        key = xxh3_128_intdigest(key.to_bytes(KEY_BYTES, "little") + data[at : at + block_bytes])
         keys.append(BlockKey(key))
     return keys
 

@@ -8,7 +8,17 @@ from hypothesis import strategies as st
 from xxhash import xxh3_128_intdigest
 
 from gateway.prefix.canonical import chat_text
-from gateway.prefix.keys import block_keys, pack_ids, text_chain, text_root, token_chain, token_keys, token_root
+from gateway.prefix.keys import (
+    STRIDE_BLOCKS,
+    Strides,
+    block_keys,
+    pack_ids,
+    text_chain,
+    text_root,
+    token_chain,
+    token_keys,
+    token_root,
+)
 from policies.types import BlockKey
 
 IDS = st.lists(st.integers(0, 2**32 - 1), max_size=40)
@@ -94,3 +104,26 @@ LEAVES = st.none() | st.booleans() | st.integers(0, 9) | st.text(max_size=3)
 @given(st.recursive(LEAVES, lambda inner: st.lists(inner, max_size=3) | st.dictionaries(FIELDS, inner, max_size=3)))
 def test_canonical_text_takes_any_json(value: object) -> None:
     chat_text([value], [value])  # type: ignore[list-item]
+
+
+def test_stretches_known_from_before_have_the_same_keys() -> None:
+    data = bytes(range(256)) * 8
+    root = text_root("chat", "m")
+    first = block_keys(root, data, 16)
+    assert block_keys(root, data, 16) == first
+    one_by_one: list[int] = []
+    for start in range(0, len(data), 16):
+        one_by_one += block_keys(BlockKey(one_by_one[-1]) if one_by_one else root, data[start : start + 16], 16)
+    assert first == one_by_one
+    assert block_keys(text_root("chat", "m", salt="s"), data, 16)[0] != first[0]
+
+
+def test_known_stretches_are_bounded_and_those_in_use_stay() -> None:
+    strides = Strides(max_strides=4)
+    used = bytes(STRIDE_BLOCKS)
+    kept = strides.keys(1, used, 0, 1)
+    for number in range(40):
+        strides.keys(2, number.to_bytes(STRIDE_BLOCKS, "little"), 0, 1)
+        assert strides.keys(1, used, 0, 1) is kept
+        strides.check_invariants()
+    assert len(strides) <= 8
