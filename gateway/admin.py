@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import msgspec
 from starlette.requests import Request
@@ -31,7 +31,10 @@ SECRET_HEADER = "x-warmgate-secret"
 
 def is_operator(gateway: Gateway, request: Request) -> bool:
     """Whether the pages for operators are open to whoever asks: to all while there are no API keys; then to this
-    machine, and to others with the secret (in our header, or as a bearer token, which Prometheus can send)."""
+    machine, and to others with the secret (in our header, or as a bearer token, which Prometheus can send). Only our
+    own processes reach the Unix socket of one, which has no client address (siblings.py)."""
+    if gateway.siblings is not None and request.client is None:
+        return True
     if gateway.tenancy.is_open or (request.client is not None and _is_loopback(request.client.host)):
         return True
     scheme, _, token = request.headers.get("authorization", "").partition(" ")
@@ -80,11 +83,17 @@ def admin_routes(gateway: Gateway) -> list[Route]:
         if not _is_secret(gateway, request.headers.get(SECRET_HEADER, "")):
             raise ApiError(401, f"The header {SECRET_HEADER} is missing or wrong.", code="wrong_secret")
 
+    async def answered(request: Request, state: dict[str, Any]) -> Response:
+        """`state` of this process, after those that share its port have taken the order, too."""
+        siblings = gateway.siblings
+        if siblings is not None and siblings.concerns_all(request):
+            state["num_in_flight"] += sum(told["num_in_flight"] for told in await siblings.repeat(request))
+        return Response(msgspec.json.encode(state), media_type="application/json")
+
     async def drain(request: Request) -> Response:
         check_secret(request)
         gateway.drain(request.method == "POST")
-        state = {"draining": gateway.draining, "num_in_flight": gateway.admission.num_in_flight}
-        return Response(msgspec.json.encode(state), media_type="application/json")
+        return await answered(request, {"draining": gateway.draining, "num_in_flight": gateway.admission.num_in_flight})
 
     async def drain_replica(request: Request) -> Response:
         check_secret(request)
@@ -101,8 +110,9 @@ def admin_routes(gateway: Gateway) -> list[Route]:
         else:
             gateway.warmer.stay(replica)
             gateway.registry.drain(replica, request.method == "POST")
-        state = {"id": replica.replica_id, "state": replica.status.value, "num_in_flight": replica.num_leases}
-        return Response(msgspec.json.encode(state), media_type="application/json")
+        return await answered(
+            request, {"id": replica.replica_id, "state": replica.status.value, "num_in_flight": replica.num_leases}
+        )
 
     return [
         Route("/admin/drain", drain, methods=["POST", "DELETE"]),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import math
+import os
 import random
 import re
 from collections.abc import Awaitable, Callable, MutableMapping
@@ -19,6 +20,7 @@ Send = Callable[[Message], Awaitable[None]]
 Headers = list[tuple[bytes, bytes]]
 
 _ids = random.Random()  # seeded by the system; ids need to be unique, not secret
+os.register_at_fork(after_in_child=_ids.seed)
 # Python's clients and node's.
 _PATIENCE = (b"x-stainless-read-timeout", b"x-stainless-timeout")
 _SANE_ID = re.compile(r"[A-Za-z0-9._:/+=-]{1,128}")

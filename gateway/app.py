@@ -56,6 +56,7 @@ from policies.warm_queue import hold_of
 
 if TYPE_CHECKING:
     from gateway.sharing.hub import Sharing
+    from gateway.siblings import Siblings
 
 _ROOM_EVENTS = (Joined, StatusChanged, StatsReported)
 _SLASHES = re.compile(r"/{2,}")
@@ -119,6 +120,7 @@ class Gateway:
         if settings.shadow_policies:
             shadows = self.router.shadows = Shadows(settings.shadow_policies, settings.shadow_share, settings.seed)
             self.metrics.registry.register(ShadowCollector(shadows))
+        self.siblings: Siblings | None = None
         self.sharing: Sharing | None = None
         if settings.redis_url is not None:
             from gateway.sharing.hub import Sharing  # seldom needed, and the client is slow to import

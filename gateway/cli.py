@@ -49,6 +49,9 @@ def serve(
     Every setting of the file is a flag too: stream_idle_s is --stream-idle-s, or WARMGATE_STREAM_IDLE_S. The longest
     that a request may take is --request-s, which may be written --request-timeout as other servers name it.
     """
+    from gateway import compiled
+
+    compiled.activate()  # before anything imports what it stands for
     from gateway.config import ConfigError, GatewaySettings, load_settings
 
     flags: dict[str, object] = {"replicas": replica, "policy": policy, "host": host, "port": port}

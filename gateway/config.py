@@ -106,6 +106,7 @@ class GatewaySettings(BaseSettings):
     slow_start_s    over which a replica that comes back under load gets its full share again; 0: at once
     max_in_flight   requests under way at once (0: as many as file descriptors allow); the surplus waits
     max_queued      requests that may wait for their turn, each for `queue_s`
+    processes       gateway processes behind the one port (processes.py); more than one need `redis_url`
     redis_url       where gateways of one fleet share what they know: `redis://host:6379/0`, `rediss://...` with TLS
     fleet           the name that these gateways have in common there; their replicas must have the same names
     shadow_policies other policies that decide beside the live one, without acting (observe/shadow.py); `a,b,...`
@@ -160,6 +161,7 @@ class GatewaySettings(BaseSettings):
     unready_s: float = Field(default=0.0, ge=0)
     slow_start_s: float = Field(default=10.0, ge=0)
 
+    processes: int = Field(default=1, ge=1, le=128)
     max_in_flight: int = Field(default=0, ge=0)
     max_queued: int = Field(default=1000, ge=0)
     queue_s: float = Field(default=30.0, gt=0)

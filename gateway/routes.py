@@ -18,6 +18,7 @@ from gateway.answer import request_id
 from gateway.observe.advice import report
 from gateway.observe.metrics import CONTENT_TYPE
 from gateway.openapi import document
+from gateway.siblings import pid_header
 
 if TYPE_CHECKING:
     from gateway.app import Gateway
@@ -97,7 +98,10 @@ def cold_routes(gateway: Gateway) -> Starlette:
 
     async def metrics(request: Request) -> Response:
         check_operator(gateway, request)
-        return Response(gateway.metrics.render(), media_type=CONTENT_TYPE)
+        siblings, own = gateway.siblings, gateway.metrics.render()
+        if siblings is not None and siblings.concerns_all(request):
+            own = await siblings.metrics(own)
+        return Response(own, headers=pid_header(), media_type=CONTENT_TYPE)
 
     async def advice(request: Request) -> Response:
         """Whether a shadow policy would pay, in sentences (`warmgate advise` prints them)."""

@@ -24,6 +24,8 @@ from gateway.admission import raise_fd_limit
 from gateway.app import Gateway, create_app
 from gateway.config import ConfigError, GatewaySettings, load_settings
 from gateway.http_protocol import GatewayProtocol
+from gateway.processes import Place, listeners, run_processes, share_of
+from gateway.siblings import Siblings
 from gateway.tenancy.keys import KeysError
 from policies.registry import UnknownPolicy
 
@@ -50,6 +52,32 @@ def run(settings: GatewaySettings) -> int:
             EXIT_USAGE,
         )
     raise_fd_limit()  # before the application works out how many requests it can afford
+    if settings.processes > 1:
+        return _run_processes(settings)
+    try:
+        listener = _listen(settings.host, settings.port)
+    except OSError as error:
+        return _fail(_cannot_listen(settings, error), EXIT_PORT)
+    return _serve(settings, listener, None)
+
+
+def _run_processes(settings: GatewaySettings) -> int:
+    count = settings.processes
+    if settings.redis_url is None:
+        return _fail(
+            f"{count} processes share what they know through Redis: set WARMGATE_REDIS_URL, or leave --processes at 1.",
+            EXIT_USAGE,
+        )
+    try:
+        sockets = listeners(lambda port, reuse: _listen(settings.host, port, reuse), settings.port, count)
+    except OSError as error:
+        return _fail(_cannot_listen(settings, error), EXIT_PORT)
+    limits = {name: share_of(getattr(settings, name), count) for name in ("max_in_flight", "max_queued")}
+    own = settings.model_copy(update=limits)
+    return run_processes(sockets, lambda place: _serve(own, place.listener, place))
+
+
+def _serve(settings: GatewaySettings, listener: socket.socket, place: Place | None) -> int:
     try:
         app = create_app(settings)
     except UnknownPolicy as error:
@@ -58,27 +86,31 @@ def run(settings: GatewaySettings) -> int:
         return _fail(f"{error}.", EXIT_USAGE)
     except OSError as error:
         return _fail(f"the access log {settings.access_log} can't be opened: {error.strerror}.", EXIT_USAGE)
-    try:
-        listener = _listen(settings.host, settings.port)
-    except OSError as error:
-        return _fail(_cannot_listen(settings, error), EXIT_PORT)
-    _warn_if_open(app, settings)
+    if place is None or place.number == 0:
+        _warn_if_open(app, settings)
     garbage.tame()
-    _Server(_uvicorn_config(app, settings), app).run(sockets=[listener])
+    sockets = [listener]
+    if place is not None:
+        app.siblings = Siblings(place)
+        sockets.append(place.own_socket)
+    _Server(_uvicorn_config(app, settings), app, place).run(sockets=sockets)
     return 0
 
 
 class _Server(uvicorn.Server):
-    """Tells the application when draining begins."""
+    """Tells the application when draining begins. In a `place` among several it drains when their parent is gone."""
 
-    def __init__(self, config: uvicorn.Config, app: Gateway) -> None:
+    def __init__(self, config: uvicorn.Config, app: Gateway, place: Place | None = None) -> None:
         super().__init__(config)
         self._app = app
+        self._place = place
         self._collections = garbage.FullCollections(lambda: app.admission.num_in_flight == 0)
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         await super().startup(sockets)
         self._collections.start()
+        if self._place is not None:
+            asyncio.get_running_loop().add_reader(self._place.parent_fd, self._parent_gone, self._place.parent_fd)
         assert sockets is not None
         host, port = sockets[0].getsockname()[:2]
         count = len(self._app.settings.replicas)
@@ -86,6 +118,10 @@ class _Server(uvicorn.Server):
         _log.info(
             "gateway on http://%s:%d, policy %s, %d replica%s", host, port, self._app.settings.policy, count, plural
         )
+
+    def _parent_gone(self, parent_fd: int) -> None:
+        asyncio.get_running_loop().remove_reader(parent_fd)
+        self.should_exit = True
 
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """The first signal drains, a second one ends at once. Neither is raised again: a clean stop exits with 0."""
@@ -125,12 +161,15 @@ def _uvicorn_config(app: Gateway, settings: GatewaySettings) -> uvicorn.Config:
     )
 
 
-def _listen(host: str, port: int) -> socket.socket:
-    """A bound socket. SO_REUSEADDR lets a restart bind at once; it doesn't allow two listeners. Raises OSError."""
+def _listen(host: str, port: int, reuse_port: bool = False) -> socket.socket:
+    """A bound socket. SO_REUSEADDR lets a restart bind at once; it doesn't allow two listeners, which `reuse_port`
+    does. Raises OSError."""
     family, kind, protocol, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        if reuse_port:
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)
         listener.listen(2048)
     except OSError:

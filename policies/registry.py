@@ -28,7 +28,10 @@ from policies.peers.random_choice import RandomChoice
 from policies.peers.sticky import Sticky, StickyConfig
 from policies.round_robin import RoundRobin
 from policies.types import Policy
-from policies.warm import Warm, WarmConfig
+from policies.warm import NAME as WARM
+from policies.warm import Warm
+from policies.warm_config import WarmConfig
+from policies.warm_queue import NAME as WARM_QUEUE
 from policies.warm_queue import WarmQueue, WarmQueueConfig
 
 DEFAULT_POLICY = "warm"
@@ -36,8 +39,8 @@ FLEET_PREFIX = "mirror_"
 
 # name -> (the class, its config or None)
 _POLICIES: dict[str, tuple[Callable[..., Policy], type | None]] = {
-    Warm.name: (Warm, WarmConfig),
-    WarmQueue.name: (WarmQueue, WarmQueueConfig),
+    WARM: (Warm, WarmConfig),
+    WARM_QUEUE: (WarmQueue, WarmQueueConfig),
     RoundRobin.name: (RoundRobin, None),
     RandomChoice.name: (RandomChoice, None),
     LeastLoaded.name: (LeastLoaded, None),

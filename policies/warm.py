@@ -33,13 +33,14 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
 from operator import attrgetter
 from typing import NamedTuple
 
 from policies.decide import own_prefill_s, pick
 from policies.types import Decision, FleetSnapshot, LazyScores, ReplicaView, RouteRequest, Score
+from policies.warm_config import WarmConfig
 
+NAME = "warm"
 TIE_SHARE = 0.05
 TIE_S = 0.001
 BUSY_QUEUE = 0.5  # requests that wait at a replica; from there on a fleet is busy
@@ -48,30 +49,6 @@ MAX_LATER = 8.0  # a queue longer than that says nothing more about what is to c
 _NUM_WAITING = attrgetter("num_waiting")
 _MATCHED_TOKENS = attrgetter("matched_tokens")
 _EVICTION_S = attrgetter("eviction_s")
-
-
-@dataclass(frozen=True, slots=True)
-class WarmConfig:
-    """Each refinement by itself, so that its worth can be measured.
-
-    tau              recompute tax, in own prefills
-    kappa            weight of decode seconds
-    delay            weight of the delay to those waiting
-    later            weight of the delay to those who will come, L p_i
-    duplicate_price  weight of e_i; 0 charges nothing
-    room             weight of the charge for new blocks while half of the replicas have room
-    quadratic        whether attention's quadratic term counts in p_i
-    order            whether replicas are told p_i, to serve by it
-    """
-
-    tau: float = 1.0
-    kappa: float = 0.1
-    delay: float = 1.0
-    later: float = 1.0
-    duplicate_price: float = 1.0
-    room: float = 1.0
-    quadratic: bool = True
-    order: bool = True
 
 
 class _Weights(NamedTuple):
@@ -91,9 +68,7 @@ class _Weights(NamedTuple):
 class Warm:
     """Least expected seconds of marginal harm."""
 
-    name = "warm"
-
-    def __init__(self, config: WarmConfig | None = None, name: str = name) -> None:
+    def __init__(self, config: WarmConfig | None = None, name: str = NAME) -> None:
         self._config = config or WarmConfig()
         self.name = name
 

@@ -27,7 +27,10 @@ from policies.decide import own_prefill_s
 from policies.fleet import FleetState
 from policies.queue import Hold
 from policies.types import Decision, FleetSnapshot, Policy, ReplicaId, ReplicaStatus, ReplicaView, RouteRequest
-from policies.warm import Warm, WarmConfig
+from policies.warm import Warm
+from policies.warm_config import WarmConfig
+
+NAME = "warm_queue"
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,9 +44,8 @@ class WarmQueueConfig(WarmConfig):
 class WarmQueue:
     """The choice is made when the hold lets a request go; `choose` then repeats it."""
 
-    name = "warm_queue"
-
     def __init__(self, config: WarmQueueConfig | None = None) -> None:
+        self.name = NAME
         self.config = config or WarmQueueConfig()
         self._warm = Warm(self.config, name=self.name)
         self._placed: dict[str, Decision] = {}

@@ -231,7 +231,7 @@ def _fields(endpoint: Endpoint, body: bytes) -> Any:
         fields = _decoded(_DECODERS[endpoint], body)
     except msgspec.ValidationError as error:
         raise invalid_field(error, decode_object(body)) from None
-    if b"\\u" in body:
+    if _has_escape(body, b"\\u"):
         _decoded(_ANY, body)  # escapes in fields that were skipped
     _refuse_duplicates(body)
     return fields
@@ -255,6 +255,10 @@ def _decoded(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
         raise ApiError(400, f"The request body is not valid JSON: {error}.") from None
 
 
+def _has_escape(body: bytes, escape: bytes) -> bool:
+    return b"\\" in body and escape in body  # a single byte is found many times faster
+
+
 def _refuse_duplicates(body: bytes) -> None:
     """Raises ApiError(400) for a key that the top level has twice.
 
@@ -262,7 +266,7 @@ def _refuse_duplicates(body: bytes) -> None:
     most clients write no white space. A key that stands once in the whole body stands once at the top. One of the two
     settles nearly every body, as long as no key can be spelled in two ways, which takes an escape.
     """
-    if b"\\u" in body or b"\\/" in body:
+    if _has_escape(body, b"\\u") or _has_escape(body, b"\\/"):
         _walk(body)
         return
     raws = _RAW.decode(body)

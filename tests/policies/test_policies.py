@@ -11,7 +11,8 @@ from policies.events import Dispatched, Finished, FirstToken
 from policies.fleet import FleetState
 from policies.registry import DEFAULT_POLICY, UnknownPolicy, make_policy, policy_names
 from policies.types import Decision, FleetSnapshot, ReplicaId, ReplicaView
-from policies.warm import Warm, WarmConfig
+from policies.warm import Warm
+from policies.warm_config import WarmConfig
 from tests.policies.support import BLOCK, RATES, chain, dispatch, fleet_of, request, serve, view
 
 

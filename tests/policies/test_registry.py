@@ -6,7 +6,8 @@ import pytest
 
 from policies.fleet_config import FleetConfig
 from policies.registry import UnknownPolicy, fleet_config, make_policy, policy_names
-from policies.warm import Warm, WarmConfig
+from policies.warm import Warm
+from policies.warm_config import WarmConfig
 
 
 def test_names_are_those_of_the_policies() -> None:

@@ -9,7 +9,8 @@ import pytest
 from policies.events import FirstToken
 from policies.fleet import FleetConfig, FleetState
 from policies.types import FleetSnapshot, ReplicaId, ReplicaView, Score
-from policies.warm import Warm, WarmConfig
+from policies.warm import Warm
+from policies.warm_config import WarmConfig
 from tests.policies.support import RATES, dispatch, fleet_of, matched_blocks, request, serve, view
 
 BUSY = view("a", matched_tokens=480, queued_prefill_s=0.5, num_waiting=2, num_running=4, eviction_s=1e-4)
