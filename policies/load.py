@@ -312,7 +312,7 @@ class ReplicaLoad:
     def check_invariants(self) -> None:
         assert not (self.waiting.keys() & self.running.keys())
         assert self._waiting_tokens == sum(lease.num_uncached_tokens for lease in self.waiting.values())
-        total = sum(lease.prefill_s for lease in self.waiting.values())
+        total = sum((lease.prefill_s for lease in self.waiting.values()), 0.0)
         assert abs(self._waiting_s - total) <= 1e-6 * (1.0 + total)
         assert self.kv_tokens == sum(lease.chain.num_tokens for lease in self.running.values())
         assert all(lease.first_token_at is None for lease in self.waiting.values())

@@ -1,0 +1,82 @@
+"""The routing heart compiled: found only where it is a build of the sources as they are, and the same program."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from gateway import compiled
+
+# What a mistake in a compiled module would show in: state machines against their invariants and models, decisions.
+TESTS = (
+    "test_fleet.py",
+    "test_fleet_model.py",
+    "test_prefix_index_model.py",
+    "test_cost.py",
+    "test_policies.py",
+    "test_warm_config.py",
+    "test_warm_queue.py",
+)
+RUN = """
+import sys
+from gateway import compiled
+assert compiled.activate(), "the modules were imported before"
+import policies.fleet
+assert policies.fleet.__file__.endswith(".so"), policies.fleet.__file__
+import pytest
+sys.exit(pytest.main(["-q", *sys.argv[1:]]))
+"""
+
+
+def run(code: str, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-c", code, *arguments]
+    return subprocess.run(command, env={**os.environ, **env}, capture_output=True, text=True, check=False, timeout=280)
+
+
+def test_without_a_build_it_runs_as_python(tmp_path: Path) -> None:
+    code = "from gateway import compiled\nprint(compiled.activate())\nimport policies.fleet as it\nprint(it.__file__)"
+    answer = run(code, XDG_CACHE_HOME=str(tmp_path)).stdout.split()
+    assert answer[0] == "False"
+    assert answer[1].endswith(".py")
+
+
+def test_a_build_can_be_switched_off() -> None:
+    assert run("from gateway import compiled; print(compiled.activate())", WARMGATE_COMPILED="0").stdout == "False\n"
+
+
+def test_modules_that_are_imported_already_stay_what_they_are() -> None:
+    code = "import policies.types\nfrom gateway import compiled\nprint(compiled.activate())"
+    assert run(code, WARMGATE_COMPILED="1").stdout == "False\n"
+
+
+def test_an_edited_source_has_no_build(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    before = compiled.digest()
+    for module in compiled.MODULES:
+        copy = tmp_path / compiled.source(module).relative_to(compiled.ROOT)
+        copy.parent.mkdir(exist_ok=True)
+        copy.write_bytes(compiled.source(module).read_bytes())
+    monkeypatch.setattr(compiled, "ROOT", tmp_path)
+    assert compiled.digest() == before
+    compiled.source("policies.warm").write_text("# edited\n")
+    assert compiled.digest() != before
+
+
+def test_a_missing_compiler_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("CC", "no-such-compiler")
+    monkeypatch.setattr(compiled, "MODULES", ("policies.fleet_config",))
+    with pytest.raises(compiled.CannotBuild, match="no-such-compiler"):
+        compiled.build(tmp_path)
+    assert not any(path for path in (tmp_path / "compiled").iterdir() if path.is_file())
+
+
+def test_compiled_modules_pass_their_tests() -> None:
+    """`make test` builds them first where it can."""
+    if not compiled.folder().is_dir():
+        pytest.skip("there is no build of these sources: python -m gateway.compiled")
+    folder = compiled.ROOT / "tests" / "policies"
+    done = run(RUN, *(str(folder / name) for name in TESTS))
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
