@@ -5,8 +5,7 @@
 
 Every request leaves through `_conclude`, in one of the end states of observe/record.py. Every lease that was taken is
 ended once, by the relay when the answer is whole, else by `_attempt`. Whatever interrupts the request (the client
-left, a timeout, the deadline) reaches the wait that it stands in through its guard, and closes the replica's
-connection, which is how a replica learns to stop.
+left, a timeout, the deadline) reaches its wait through its guard, and closes the connection: so a replica learns of it.
 """
 
 from __future__ import annotations
