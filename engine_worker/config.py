@@ -26,7 +26,8 @@ class EngineConfig:
     dtype             auto, float32, bfloat16 or float16
     device            auto, cpu or cuda
     load_format       auto (weights from the checkpoint) or dummy (random weights from the config alone)
-    kv_cache_memory   bytes for KV blocks; None takes `memory_fraction` of what is free
+    kv_cache_memory   bytes for KV blocks; None takes `memory_fraction` of what is free (on CUDA, what is left of
+                      `gpu_memory_utilization`)
     max_num_seqs      sequences running at once
     max_num_batched_tokens
                       tokens a step may compute (the chunk budget of prefill)
@@ -40,6 +41,10 @@ class EngineConfig:
     ngram_min, ngram_max
                       lengths of the text ends that n-gram guesses look up
     kv_cache_dtype    auto (the model's type), int8, fp8, fp4 or k8v4 (keys int8, values fp4): how the cache stores them
+    gpu_memory_utilization
+                      share of a CUDA device's memory for everything: weights, a step's activations, KV blocks
+    cuda_graphs       on or off: whether decode steps are recorded as CUDA graphs (with the triton backend)
+    cuda_graph_sizes  batch sizes to record; () takes the usual ones
     num_threads       torch threads; None shares the machine's cores out
     kv_events_endpoint
                       ZMQ endpoint to publish KV events on ("" publishes none); the replay socket is one port above
@@ -59,6 +64,9 @@ class EngineConfig:
     attention_backend: str = "auto"
     quantization: str = ""
     async_scheduling: str = "auto"
+    gpu_memory_utilization: float = 0.9
+    cuda_graphs: str = "on"
+    cuda_graph_sizes: tuple[int, ...] = ()
     speculative: str = ""
     num_speculative_tokens: int = 8
     always_speculate: bool = False

@@ -155,12 +155,9 @@ class Scheduler:
         return StepPlan(tuple(step.segments.values()), tuple(step.preempted))
 
     def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
-        """The step behind `plan`, decided while that one runs and before it is committed; None if it must wait.
-
-        Run it behind `plan`, commit `plan`, then this one (or ask for one behind this one first). See core/ahead.py.
-        """
+        """The step behind `plan`, while that runs; None if it must wait. Commit `plan` first. See core/ahead.py."""
         if len(self._waiting) and len(self._running) < self.config.max_num_seqs:
-            return None  # somebody may be admitted
+            return None
         return plan_behind(plan, self._running, self._kv, self.config.max_model_len)
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:

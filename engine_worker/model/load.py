@@ -20,6 +20,7 @@ from engine_worker.model.attention import AttentionBackend
 from engine_worker.model.backends import make_backend
 from engine_worker.model.checkpoint import LoadedCheckpoint, load_checkpoint
 from engine_worker.model.checkpoint_dtype import choose_device, dtype_name
+from engine_worker.model.cuda_setup import profiled_budget, record_graphs, wants_graphs
 from engine_worker.model.drafters import load_draft, make_drafter
 from engine_worker.model.families import num_layers, refuse_module
 from engine_worker.model.kv_format import DENSE, KVFormat, choose_format
@@ -68,7 +69,8 @@ def load_model(config: EngineConfig, progress: Callable[[str], None]) -> ModelRu
     draft = load_draft(config, checkpoint.tokenizer, library, details, progress)
     block_bytes = layout.block_bytes(config.block_size)
     draft_bytes = draft.layout.block_bytes(config.block_size) if draft else 0
-    num_blocks = num_kv_blocks(config, block_bytes + draft_bytes, max_model_len, checkpoint.device)
+    profiled = profiled_budget(config, module, backend, layout, max_model_len, checkpoint.device)
+    num_blocks = num_kv_blocks(config, block_bytes + draft_bytes, max_model_len, checkpoint.device, profiled=profiled)
     if prepared.saved_bytes:
         bought = prepared.saved_bytes // block_bytes
         details.append(
@@ -80,7 +82,11 @@ def load_model(config: EngineConfig, progress: Callable[[str], None]) -> ModelRu
         times = replace(layout, format=DENSE, dtype=torch.bfloat16).block_bytes(config.block_size) / block_bytes
         details.append(f"{times:.2f} times the KV blocks of a 16-bit cache")
         progress(details[-1])
-    kv = KVTensors(num_layers(module), num_blocks, config.block_size, checkpoint.device, layout)
+    with_graphs = wants_graphs(config, checkpoint.device, backend)  # whose spare rows need a block of their own
+    kv = KVTensors(num_layers(module), num_blocks + with_graphs, config.block_size, checkpoint.device, layout)
+    model = PackedModel(module, backend, kv)
+    if with_graphs:
+        details.append(record_graphs(config, model, num_blocks, max_model_len, progress))
     info = ModelInfo(
         model=checkpoint.name,
         architecture=checkpoint.architecture,
@@ -102,7 +108,7 @@ def load_model(config: EngineConfig, progress: Callable[[str], None]) -> ModelRu
     )
     sampler = Sampler(info.vocab_size, info.eos_token_ids, checkpoint.device, _masks(checkpoint, info, progress))
     return ModelRunner(
-        PackedModel(module, backend, kv),
+        model,
         sampler,
         info,
         msgspec.structs.replace(checkpoint.tokenizer, max_model_len=max_model_len),

@@ -80,11 +80,13 @@ def num_kv_blocks(
     max_model_len: int,
     device: torch.device | str = "cpu",
     available: int | None = None,
+    profiled: int | None = None,
 ) -> int:
     """KV blocks to allocate, once the weights are loaded.
 
-    `config.kv_cache_memory` bytes, or `config.memory_fraction` of what is free, shared with the other workers on this
-    machine (a CUDA device is not shared); never more than `max_num_seqs` sequences of `max_model_len` tokens could use.
+    `config.kv_cache_memory` bytes, or the `profiled` ones that a run of the largest step left (profile.py), or
+    `config.memory_fraction` of what is free, shared with the other workers on this machine (a CUDA device is not
+    shared); never more than `max_num_seqs` sequences of `max_model_len` tokens could use.
     `kv_block_bytes` is one block of `config.block_size` tokens over all layers. Raises NotEnoughMemory when not even
     one sequence of `max_model_len` tokens fits.
     """
@@ -100,6 +102,9 @@ def num_kv_blocks(
                 f"--kv-cache-memory asks for {format_bytes(budget)}, but {format_bytes(free)} are free on {device}. "
                 "Ask for less, or leave it out."
             )
+    elif profiled is not None:
+        budget = profiled
+        source = f"what --gpu-memory-utilization {config.gpu_memory_utilization} leaves beside weights and a step"
     else:
         if not 0 < config.memory_fraction <= 1:
             raise ModelError(f"--memory-fraction is {config.memory_fraction}; it must lie above 0 and be 1 at most.")

@@ -5,6 +5,8 @@ The runner and the self-test both go through here, so what is tested at load is 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 from transformers import PreTrainedModel
 
@@ -12,6 +14,9 @@ from engine_worker.model.attention import AttentionBackend, StepContext, step_co
 from engine_worker.model.kv_tensors import KVTensors
 from engine_worker.model.packing import PackedBatch
 from engine_worker.model.transfer import to_device
+
+if TYPE_CHECKING:
+    from engine_worker.model.cuda_graphs import DecodeGraphs
 
 
 class PackedModel:
@@ -22,6 +27,7 @@ class PackedModel:
         self.backend = backend
         self.kv = kv
         self.device = kv.device
+        self.graphs: DecodeGraphs | None = None  # decode steps that are recorded, on CUDA
         self.last_calls: list[int] = []  # layers of the latest forward, in the order they attended
 
     @torch.inference_mode()
@@ -30,6 +36,19 @@ class PackedModel:
 
         With nothing to keep, the LM head is left out and None returned.
         """
+        if keep and self.graphs is not None and self.graphs.fits(batch):
+            return self.graphs.run(batch, to_device(keep, self.device))
+        return self._run(batch, to_device(keep, self.device) if keep else None)
+
+    @torch.inference_mode()
+    def forward_all(self, batch: PackedBatch) -> torch.Tensor:
+        """Logits [T, V] in float32 of every token, by nothing that a CUDA graph can't record."""
+        logits = self._run(batch, 0)
+        assert logits is not None
+        return logits
+
+    def _run(self, batch: PackedBatch, keep: torch.Tensor | int | None) -> torch.Tensor | None:
+        """`keep` as transformers takes it (0 for all); None leaves out the LM head."""
         context = StepContext(self.backend, batch, self.kv)
         inputs = {
             "input_ids": batch.input_ids,
@@ -40,10 +59,9 @@ class PackedModel:
         }
         logits = None
         with step_context(context):
-            if keep:
-                kept = to_device(keep, self.device)
-                logits = self.module(**inputs, logits_to_keep=kept).logits[0].float()
-            else:
+            if keep is None:
                 self.module.base_model(**inputs)
+            else:
+                logits = self.module(**inputs, logits_to_keep=keep).logits[0].float()
         self.last_calls = context.calls
         return logits

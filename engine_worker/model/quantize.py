@@ -108,7 +108,11 @@ def scaled_product(
 ) -> Tensor:
     """e4m3 x [M, K] with scales [M, 1] by e4m3 weight [N, K] with scales [N, 1], plus bias [N]: [M, N] in `dtype`."""
     if x.device.type == "cuda":
-        return torch._scaled_mm(x, weight.t(), scale_a=x_scales, scale_b=weight_scales.t(), bias=bias, out_dtype=dtype)
+        # With a scale a row, the tensor cores' products come out in bfloat16 only.
+        out = torch._scaled_mm(x, weight.t(), scale_a=x_scales, scale_b=weight_scales.t(), out_dtype=torch.bfloat16).to(
+            dtype
+        )
+        return out if bias is None else out + bias
     return scaled_product_twin(x, x_scales, weight, weight_scales, bias, dtype)
 
 

@@ -74,6 +74,15 @@ def parser() -> argparse.ArgumentParser:
         default="auto",
         help="store keys and values narrower, for more KV blocks; k8v4: keys int8, values fp4 (default %(default)s)",
     )
+    add(
+        "--gpu-memory-utilization",
+        type=_fraction,
+        default=0.9,
+        metavar="SHARE",
+        help="share of a CUDA device's memory to use in all (default %(default)s)",
+    )
+    add("--cuda-graphs", choices=("on", "off"), default="on", help="record decode steps (default %(default)s)")
+    add("--cuda-graph-sizes", type=_sizes, default=(), metavar="N,N", help="batch sizes to record (default: the usual)")
     add("--threads", type=_positive, metavar="N", help="torch threads (default: this worker's share of the cores)")
     add("--no-prefix-caching", action="store_true", help="compute every prompt from its start")
     add("--kv-events-port", type=_events_port, default=0, metavar="PORT", help='0: any free port; "off": none')
@@ -131,6 +140,9 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         attention_backend=args.attention_backend,
         quantization=args.quantization,
         async_scheduling=args.async_scheduling,
+        gpu_memory_utilization=args.gpu_memory_utilization,
+        cuda_graphs=args.cuda_graphs,
+        cuda_graph_sizes=args.cuda_graph_sizes,
         speculative=args.speculative,
         num_speculative_tokens=args.num_speculative_tokens,
         always_speculate=args.always_speculate,
@@ -187,6 +199,10 @@ def _events_port(text: str) -> int | None:
 
 def _positive(text: str) -> int:
     return int(_within(text, 1, 2**31 - 1, "a whole number above 0"))
+
+
+def _sizes(text: str) -> tuple[int, ...]:
+    return tuple(sorted({_positive(part.strip()) for part in text.split(",")}))
 
 
 def _length(text: str) -> int:
