@@ -129,8 +129,6 @@ class Scheduler:
         draft_ids = usable(draft_ids, request, self.config.eos_token_ids)
         request.draft_ids = draft_ids[: self.reserve(request, len(draft_ids))]
 
-    # -- a step
-
     def plan(self, now: float) -> StepPlan:
         """Decides the next step; admits and preempts. `now` is only noted. Commit the plan before the next one."""
         step = Step(budget=self.config.max_num_batched_tokens)
@@ -156,9 +154,8 @@ class Scheduler:
 
     def plan_ahead(self, plan: StepPlan) -> StepPlan | None:
         """The step behind `plan`, while that runs; None if it must wait. Commit `plan` first. See core/ahead.py."""
-        if len(self._waiting) and len(self._running) < self.config.max_num_seqs:
-            return None
-        return plan_behind(plan, self._running, self._kv, self.config.max_model_len)
+        may_admit = len(self._waiting) and len(self._running) < self.config.max_num_seqs
+        return None if may_admit else plan_behind(plan, self._running, self._kv, self.config.max_model_len)
 
     def commit(self, plan: StepPlan, result: StepResult) -> list[RequestUpdate]:
         """Accounts for a step that ran: progress, new tokens, ends. One update for each token, end or failure."""
