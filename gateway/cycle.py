@@ -19,15 +19,17 @@ Headers = Sequence[tuple[bytes, bytes]]
 class Connection:
     """What the application may do with its client's connection: scope["extensions"]["warmgate.connection"].
 
+    close      end it behind what has been written, letting a client that still sends read that first
     on_gone    called once when the client leaves, at once
     on_paused  called with True when the client reads too slowly for what is written, with False when it caught up
     The application sets them while it serves a request.
     """
 
-    __slots__ = ("abort", "cycle", "on_gone", "on_paused")
+    __slots__ = ("abort", "close", "cycle", "on_gone", "on_paused")
 
-    def __init__(self, abort: Callable[[], None]) -> None:
+    def __init__(self, abort: Callable[[], None], close: Callable[[], None]) -> None:
         self.abort = abort
+        self.close = close
         self.cycle: Cycle
         self.on_gone: Callable[[], None] | None = None
         self.on_paused: Callable[[bool], None] | None = None
@@ -85,7 +87,8 @@ class Cycle(RequestResponseCycle):
         self.response_complete = True
         self.message_event.set()
         if not self.keep_alive:
-            self.transport.close()
+            connection: Any = self.scope["extensions"]["warmgate.connection"]
+            connection.close()
         self.on_response()
 
     @property

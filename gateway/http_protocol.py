@@ -1,6 +1,6 @@
 """uvicorn's HTTP protocol, with what a gateway needs of it: bounded headers, a client's leaving, and direct writes.
 
-Responses are written by cycle.py.
+Responses are written by cycle.py. One that ends a connection on which the client still sends is let be read.
 
 Timers are as few as will do: one for idle connections that looks again when it fires, and one for headers that didn't
 come in one read.
@@ -18,6 +18,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from engine_worker.contract.errors import ApiError
 from gateway.cycle import Connection, Cycle
 
+LINGER_S = 5.0
 _MAX_PATHS = 256
 _MAX_PATH_BYTES = 128
 
@@ -33,11 +34,12 @@ class GatewayProtocol(HttpToolsProtocol):
     _idle_timer: asyncio.TimerHandle | None = None
     _in_head = False
     _is_repeating = False
+    _linger_timer: asyncio.TimerHandle | None = None
     _active_at = 0.0
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
-        self._connection = Connection(transport.abort)
+        self._connection = Connection(transport.abort, self._close)
         self._extensions = {"warmgate.connection": self._connection}
         self._active_at = self.loop.time()
         self._idle_timer = self.loop.call_later(self.timeout_keep_alive, self._look_if_idle)
@@ -53,12 +55,16 @@ class GatewayProtocol(HttpToolsProtocol):
         if self._idle_timer is not None:
             self._idle_timer.cancel()
             self._idle_timer = None
+        if self._linger_timer is not None:
+            self._linger_timer.cancel()
         connection = self._connection
         if connection.on_gone is not None:
             connection.on_gone()
             connection.on_gone = None
 
     def data_received(self, data: bytes) -> None:
+        if self._linger_timer is not None:
+            return  # refused already
         self._active_at = self.loop.time()
         try:
             while data:
@@ -185,7 +191,7 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def on_response_complete(self) -> None:
         self.server_state.total_requests += 1
-        if self.transport.is_closing():
+        if self.transport.is_closing() or self._linger_timer is not None:
             return
         self._active_at = self.loop.time()
         self.flow.resume_reading()
@@ -239,10 +245,28 @@ class GatewayProtocol(HttpToolsProtocol):
         turn = getattr(self._connection, "cycle", None)
         is_own_body = cycle is not None and turn is cycle and cycle.more_body and not cycle.response_started
         # Else an answer is on its way, which this would break, or be taken for.
-        if cycle is None or cycle.response_complete or is_own_body:
+        if not (cycle is None or cycle.response_complete or is_own_body):
+            self.transport.close()
+            return
+        if cycle is not None and is_own_body:  # whoever reads it need not go on
+            cycle.disconnected = True
+            cycle.message_event.set()
+        if self._linger_timer is None:
             self.transport.write(
                 STATUS_LINE[error.status]
                 + b"content-type: application/json\r\ncontent-length: %d\r\nconnection: close\r\n\r\n" % len(body)
                 + body
             )
-        self.transport.close()
+        self._close(may_send=True)
+
+    def _close(self, may_send: bool = False) -> None:
+        """Close behind what was written. A kernel that gets data for a closed socket resets the connection, and the
+        client loses the answer that it hasn't read yet. So while it may still be sending (a body too large, say), only
+        our direction ends; what comes is thrown away until the client closes, for LINGER_S at most."""
+        cycle = self.cycle
+        if not (may_send or (cycle is not None and cycle.more_body)) or not self.transport.can_write_eof():
+            self.transport.close()
+        elif self._linger_timer is None and not self.transport.is_closing():
+            self.transport.write_eof()
+            self._linger_timer = self.loop.call_later(LINGER_S, self.transport.abort)
+            self.flow.resume_reading()

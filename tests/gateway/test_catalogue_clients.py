@@ -118,6 +118,23 @@ async def test_a_clients_retry_after_its_own_timeout_does_not_stack():
         assert running.app.router.stats.num_in_flight == 0
 
 
+@pytest.mark.parametrize("declared", [True, False])
+async def test_a_client_that_sends_on_after_its_refusal_can_read_it(declared):
+    """Row 36. Closed at once, its next bytes would have the connection reset, and the answer lost with it."""
+    replica = Replica()
+    async with gateway(replica, max_body_bytes=1024) as running:
+        reader, writer = await connect(running)
+        piece = b"%x\r\n%b\r\n" % (2**16, b"x" * 2**16)
+        writer.write(HEAD + (b"content-length: 67108864" if declared else b"transfer-encoding: chunked") + b"\r\n\r\n")
+        async with asyncio.timeout(HANG_GUARD_S):
+            for _ in range(128):
+                writer.write(piece)
+                await writer.drain()
+            assert (await reader.readline()).startswith(b"HTTP/1.1 413 ")
+            assert b'"message":"The request body is larger' in await reader.read()
+        writer.close()
+
+
 @pytest.mark.parametrize("extra", [b"x-a: b\r\n c\r\n", b"x-a : b\r\n", b"transfer-encoding: gzip\r\n"])
 async def test_headers_that_two_servers_could_read_differently_are_refused(extra):
     """Row 34: obs-fold, a blank before the colon, an unknown transfer coding."""
