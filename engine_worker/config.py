@@ -31,7 +31,7 @@ class EngineConfig:
     max_num_seqs      sequences running at once
     max_num_batched_tokens
                       tokens a step may compute (the chunk budget of prefill)
-    attention_backend auto, reference, cpu, native (C++ kernels for CPUs) or triton (for CUDA)
+    attention_backend auto, reference, cpu, native (C++ kernels for CPUs), triton or flashinfer (for CUDA)
     quantization      "" (none), int8 or int4 (weights only), or fp8 (CUDA): what linear weights become at load
     async_scheduling  auto (on with CUDA), on or off: plan and queue a step before the last one's tokens are read
     speculative       "" (none), "ngram", or a draft model, named as `model` is: what guesses output tokens

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import gc
 import importlib
+import importlib.util
 import sys
 import tempfile
 import time
@@ -85,6 +86,9 @@ def sections(
     if device.type == "cuda":
         found["fp8"] = (60, large(quantization="fp8"))
         found["fp8-kv"] = (60, large(kv_cache_dtype="fp8"))
+        if importlib.util.find_spec("flashinfer") is not None:  # the first run compiles its kernels
+            found["flashinfer"] = (150, lambda: correctness.flashinfer(report, device, folder))
+            found["flashinfer-large"] = (60, large(attention_backend="flashinfer"))
     return found
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -65,6 +66,18 @@ SHAPES = {
 }
 
 
+# What FlashInfer's kernels can do of it.
+FLASHINFER_SHAPES = (
+    "bf16",
+    "float16, 7 heads a key head",
+    "window 40",
+    "soft cap",
+    "dims 256",
+    "blocks of 7",
+    "many decodes",
+)
+
+
 def attention_of(shape: Shape, backend: AttentionBackend, device: torch.device) -> torch.Tensor:
     """What a backend answers when the past was written by the reference. Inputs depend on the shape alone."""
     generator = torch.Generator().manual_seed(1)
@@ -102,9 +115,12 @@ def attention_of(shape: Shape, backend: AttentionBackend, device: torch.device) 
     return out.float()
 
 
-def kernels(report: Report, device: torch.device, backend_name: str, tiny: bool) -> None:
+def kernels(
+    report: Report, device: torch.device, backend_name: str, tiny: bool, names: Sequence[str] = tuple(SHAPES)
+) -> None:
     backend = make_backend(backend_name, device, 4096)
-    for name, full in SHAPES.items():
+    for name in names:
+        full = SHAPES[name]
         shape = full
         if tiny:
             shape = replace(full, spans=((0, 9), (17, 1), (3, 2)), heads=(2, 1), dims=(16, 16))
@@ -207,6 +223,18 @@ def modes(report: Report, device: torch.device, folder: Path, backend_name: str,
         dtype = {"dtype": "bfloat16"} if device.type == "cuda" else {}
         run = load(path, str(device), **{**base, **dtype, "quantization": kind})[0].run(texts, params)
         report.add(f"{kind} weights run", _agreement(run.tokens, expected), "agree", not run.errors)
+
+
+def flashinfer(report: Report, device: torch.device, folder: Path) -> None:
+    """FlashInfer's kernels against the reference; then steps queued behind each other against steps one by one."""
+    kernels(report, device, "flashinfer", False, FLASHINFER_SHAPES)
+    path = write_config(folder / "flashinfer", **tiny_config("llama", head_dim=64))
+    settings: dict[str, Any] = {"dtype": "bfloat16", "max_num_seqs": 8, "max_model_len": 256}
+    settings["kv_cache_memory"] = 32 << 20
+    engine, _ = load(path, str(device), attention_backend="flashinfer", **settings)
+    expected = engine.run(prompts(False), GREEDY)
+    found = engine.run(prompts(False), GREEDY, ahead=True)
+    report.add("asynchronous steps give the same", float(found.num_ahead), "ahead", found.tokens == expected.tokens)
 
 
 def _agreement(found: dict[str, list[int]], expected: dict[str, list[int]]) -> float:

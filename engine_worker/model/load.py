@@ -58,7 +58,7 @@ def load_model(config: EngineConfig, progress: Callable[[str], None]) -> ModelRu
     refuse_module(module)
     max_model_len, notes = freeze_rope(module, checkpoint.max_model_len)
     library = native.load(progress) if checkpoint.device.type == "cpu" else None
-    backend = make_backend(config.attention_backend, checkpoint.device, max_model_len)
+    backend = make_backend(config.attention_backend, checkpoint.device, max_model_len, kv_format)
     details = [*checkpoint.details, *notes]
     if checkpoint.device.type == "cpu":
         details.append(native.status())

@@ -47,7 +47,7 @@ def parser() -> argparse.ArgumentParser:
     add(
         "--attention-backend",
         default="auto",
-        help="auto, reference, cpu, native or triton (default %(default)s)",
+        help="auto, reference, cpu, native, triton or flashinfer (default %(default)s)",
     )
     add(
         "--quantization",

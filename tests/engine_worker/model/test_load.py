@@ -217,7 +217,7 @@ def test_unknown_kv_formats_are_refused(tmp_path: Path) -> None:
 
 
 def test_unknown_backends_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="auto, reference, cpu, native or triton"):
+    with pytest.raises(ModelError, match="auto, reference, cpu, native, triton or flashinfer"):
         load_model(replace(config_for(tmp_path), attention_backend="flash"), lambda _: None)
     runner = load_model(replace(config_for(tmp_path), attention_backend="reference"), lambda _: None)
     assert runner.info.attention_backend == "reference"
