@@ -64,6 +64,7 @@ class Admission:
         self._lanes: dict[str, _Lane] = {"": _Lane()}
         self.num_in_flight = 0
         self.num_queued = 0
+        self._wasted: set[_Waiter] = set()  # whose turn came when they had left, and didn't know yet
         self.is_closed = False  # somebody empties this gateway: nothing new is let in
 
     async def enter(self, claim: Claim = ANYONE) -> None:
@@ -89,7 +90,11 @@ class Admission:
                 await waiter
         except BaseException as error:
             if not waiter.done() or waiter.cancelled():
-                self.num_queued -= lane.queue.cancel(claim.tenant, waiter)
+                if waiter in self._wasted:
+                    self._wasted.remove(waiter)
+                    lane.queue.end(claim.tenant, claim.cost, 0.0)
+                else:
+                    self.num_queued -= lane.queue.cancel(claim.tenant, waiter)
                 self._tidy(claim.model, lane)
             elif waiter.exception() is None:
                 self.leave(claim)  # the place came in the very turn in which the wait ended
@@ -109,19 +114,30 @@ class Admission:
         self._tidy(claim.model, lane)
 
     def pump(self) -> None:
-        """Let those go for whom there is room."""
-        if not self.num_queued:
-            return
-        for model in list(self._lanes):
-            lane = self._lanes[model]
-            while lane.queue and self._has_room(model, lane):
-                waiter = lane.queue.take()
-                assert waiter is not None
-                self.num_queued -= 1
-                assert not waiter.done() or waiter.cancelled()
-                if not waiter.done():
-                    self._admit(lane)
-                    waiter.set_result(None)
+        """Let those go for whom there is room. The models take turns at the gateway's own places: a line for one keeps
+        nobody from another."""
+        has_gone = bool(self.num_queued)
+        while has_gone:
+            has_gone = False
+            for model in list(self._lanes):
+                if self.num_in_flight >= self._max_in_flight:
+                    return
+                lane = self._lanes[model]
+                if lane.queue and self._has_room(model, lane):
+                    self._lanes[model] = self._lanes.pop(model)  # to the end
+                    self._let_go(lane)
+                    has_gone = True
+
+    def _let_go(self, lane: _Lane) -> None:
+        waiter = lane.queue.take()
+        assert waiter is not None
+        self.num_queued -= 1
+        assert not waiter.done() or waiter.cancelled()
+        if waiter.done():
+            self._wasted.add(waiter)
+        else:
+            self._admit(lane)
+            waiter.set_result(None)
 
     def _admit(self, lane: _Lane) -> None:
         lane.num_in_flight += 1
@@ -166,6 +182,8 @@ class Admission:
         assert self.num_in_flight == sum(lane.num_in_flight for lane in self._lanes.values())
         assert self.num_queued == sum(len(lane.queue) for lane in self._lanes.values())
         assert self.num_queued <= self._max_queued
+        num_served = sum(lane.queue.num_served for lane in self._lanes.values())
+        assert num_served == self.num_in_flight + len(self._wasted), "whoever was charged is under way"
         for model, lane in self._lanes.items():
             lane.queue.check_invariants()
             assert not lane.queue or not self._has_room(model, lane) or self._room is not None

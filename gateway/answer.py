@@ -75,9 +75,7 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
     message = await receive()
     if message["type"] == "http.request" and not message.get("more_body"):
         body = message.get("body", b"")
-        if len(body) > max_bytes:
-            raise _too_large(max_bytes)
-        return bytes(body)
+        return bytes(sized(body, max_bytes))
     parts: list[bytes] = []
     size = 0
     while message["type"] == "http.request":
@@ -90,6 +88,13 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
             return b"".join(parts)
         message = await receive()
     raise ClientGone
+
+
+def sized(body: bytes, max_bytes: int) -> bytes:
+    """`body`, which may be so large. Raises ApiError 413."""
+    if len(body) > max_bytes:
+        raise _too_large(max_bytes)
+    return body
 
 
 def _too_large(max_bytes: int) -> ApiError:

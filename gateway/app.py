@@ -260,7 +260,7 @@ class Gateway:
         loop_watch = LoopWatch(self.metrics.loop_lag)
         self._counter = TokenCounter(
             prefix, self.registry, self.model_for, self._count_by_replica, settings.max_body_bytes, settings.body_s,
-            self.tenancy.identify,
+            self.tenancy,
         )  # fmt: skip
         monitor.start()
         loop_watch.start()

@@ -36,12 +36,16 @@ class Embedders:
         self._lacking[replica.replica_id] = self._clock() + _ASK_AGAIN_S
         return True
 
+    def _may_have(self, model: str, router: Router) -> bool:
+        """Whether a replica of the model isn't known to lack them, be it down or broken: one may come back."""
+        return any(model in replica.models and replica.replica_id not in self._lacking for replica in router.registry)
+
     def only(self, route: RouteRequest, router: Router) -> RouteRequest:
         """The route without replicas that lack embeddings. Raises ApiError 404 where those are all there are."""
         now = self._clock()
         self._lacking = {name: until for name, until in self._lacking.items() if until > now}
         limited = replace(route, excluded=route.excluded.union(map(ReplicaId, self._lacking)))
-        if self._lacking and not router.num_candidates(limited):
+        if self._lacking and not router.num_candidates(limited) and not self._may_have(route.model, router):
             raise ApiError(
                 404,
                 f"No replica of the model {route.model!r} has embeddings; ask for a model that is served for them.",

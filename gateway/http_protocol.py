@@ -65,7 +65,8 @@ class GatewayProtocol(HttpToolsProtocol):
     def data_received(self, data: bytes) -> None:
         if self._linger_timer is not None:
             return  # refused already
-        self._active_at = self.loop.time()
+        if self.cycle is None or not self.cycle.response_complete or not self.cycle.more_body:
+            self._active_at = self.loop.time()  # the rest of a body that nobody reads any more is no activity
         try:
             while data:
                 try:
@@ -123,7 +124,8 @@ class GatewayProtocol(HttpToolsProtocol):
         name = name.lower()
         if name == b"expect" and value.lower() == b"100-continue":
             self.expect_100_continue = True
-        self.headers.append((name, value))
+        if self._in_head:  # what a chunked body has behind it says nothing that is asked of headers
+            self.headers.append((name, value))
         self._count(len(name) + len(value))
 
     def _count(self, num_bytes: int) -> None:

@@ -19,7 +19,7 @@ from dataclasses import replace
 from engine_worker.contract.errors import ApiError
 from gateway.admission import ANYONE, Admission
 from gateway.aliases import Aliases
-from gateway.answer import Answer, ClientGone, Receive, Scope, Send, Watch, patience_s, read_body, request_id
+from gateway.answer import Answer, ClientGone, Receive, Scope, Send, Watch, patience_s, read_body, request_id, sized
 from gateway.config import GatewaySettings
 from gateway.embedders import Embedders
 from gateway.endings import end_broken, give_up, interrupted, quarantined, reject, sentence
@@ -158,7 +158,7 @@ class Proxy:
         guard.leave()
         if translation is not None:
             translation.owner = identity.tenant if identity is not None else ""
-            body = translation.request(body)
+            body = sized(translation.request(body), self._settings.max_body_bytes)  # stored answers come with it
         parsed = parse_request(endpoint, body, identity.salted if identity is not None else None)
         if parsed.model is None:
             if identity is not None:

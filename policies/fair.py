@@ -51,6 +51,11 @@ class FairQueue(Generic[T]):
     def __len__(self) -> int:
         return self._num_waiting
 
+    @property
+    def num_served(self) -> int:
+        """Those that went and have not come to their end."""
+        return sum(entry.num_served for entry in self._tenants.values())
+
     def arrive(self, tenant: str, weight: float, item: T, cost: float) -> None:
         """`cost`: the service that it is expected to take, in tokens."""
         entry = self._entry(tenant, weight)

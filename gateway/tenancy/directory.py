@@ -85,10 +85,7 @@ class Directory:
         identities: dict[bytes, Identity] = {}
         names: set[str] = set()
         for record in book.keys.values():
-            try:
-                digest = bytes.fromhex(record.digest)
-            except ValueError:
-                raise KeysError(f"the record of key {record.id} has a digest that is none") from None
+            digest = bytes.fromhex(record.digest)
             named = ((f"key {record.id}", record.limits), (f"tenant {record.tenant}", self._of(book, record.tenant)))
             names.update(name for name, _ in named)
             accounts = [self._ledger.account(name, limits) for name, limits in named]
@@ -180,7 +177,10 @@ class Watcher:
             fields = [word for pair in fields_of(known, self._version + 1).items() for word in pair]
             await self._link.raw("HSET", self._name, *fields)
             raw = await self._link.raw("HGET", self._name, "version")
-        version = int(raw or 0)
+        try:
+            version = int(raw or 0)
+        except ValueError:
+            raise KeysError(f"the keys in Redis ({self._name}) have a version that is no number") from None
         if version != self._version or known is None:
             flat = await self._link.raw("HGETALL", self._name)
             pairs = flat if isinstance(flat, dict) else dict(zip(flat[::2], flat[1::2], strict=True))

@@ -13,7 +13,7 @@ import hashlib
 import re
 import secrets
 import time
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -23,6 +23,7 @@ NAME = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.@-]{0,63}")
 PERIODS = {"m": 60, "h": 3600, "d": 86_400, "w": 7 * 86_400}
 
 Priority = Literal["high", "normal", "low"]
+_Count = Annotated[int, msgspec.Meta(ge=0, le=2**53)]  # what a double holds exactly, as Redis counts
 
 
 class KeysError(Exception):
@@ -36,11 +37,11 @@ class Limits(msgspec.Struct, frozen=True, omit_defaults=True):
                    UTC. A period of 0 never ends.
     """
 
-    requests_per_minute: int = 0
-    tokens_per_minute: int = 0
-    concurrency: int = 0
-    budget_tokens: int = 0
-    budget_period_s: int = 86_400
+    requests_per_minute: _Count = 0
+    tokens_per_minute: _Count = 0
+    concurrency: _Count = 0
+    budget_tokens: _Count = 0
+    budget_period_s: _Count = 86_400
 
     @property
     def any(self) -> bool:
@@ -50,9 +51,9 @@ class Limits(msgspec.Struct, frozen=True, omit_defaults=True):
 class KeyRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     """What is kept of a key: everything but the key. `models` empty: all of them. `created` is a Unix time."""
 
-    id: str
-    digest: str
-    tenant: str
+    id: Annotated[str, msgspec.Meta(pattern=r"^[!-~]{1,128}\Z")]
+    digest: Annotated[str, msgspec.Meta(pattern=r"^[0-9a-fA-F]{64}\Z")]
+    tenant: Annotated[str, msgspec.Meta(pattern=rf"^{NAME.pattern}\Z")]
     created: int = 0
     models: tuple[str, ...] = ()
     priority: Priority = "normal"

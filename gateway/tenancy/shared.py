@@ -72,6 +72,7 @@ class SharedLimits:
         self._wake = asyncio.Event()
         self._task: asyncio.Task[None] | None = None
         self._lost = itertools.count(1)
+        self._unsure: set[Account] = set()  # Redis may count more of them than there is: told with the next beat
         self._shas: dict[str, str] = {}
 
     @property
@@ -113,7 +114,7 @@ class SharedLimits:
     def settle(self, request_id: str, accounts: Sequence[Account], reserved: int, used: int, counted: bool) -> None:
         op = _Settle(request_id, accounts, reserved, used, counted, time.monotonic())
         if len(self._settles) >= MAX_KEPT:
-            _settled(op)
+            self._drop(op)
             return
         self._settles.append(op)
         self._wake.set()
@@ -147,14 +148,19 @@ class SharedLimits:
     async def _beat(self) -> None:
         keys: Words = [f"{self._prefix}:gateways"]
         values: Words = [self._gateway_id, TTL_S]
-        for account in self._accounts.values():
-            if account.num_shared or account.base:
+        unsure, self._unsure = self._unsure, set()
+        for account in {**self._accounts, **{account.name: account for account in unsure}}.values():
+            if account.num_shared or account.base or account in unsure:
                 keys.append(self._key(account))
                 is_brief = bool(account.limits.budget_period_s) or not account.limits.budget_tokens
                 values += [
                     account.num_shared, account.reserved_shared, account.period, account.base, int(is_brief),
                 ]  # fmt: skip
-        [num_live] = await self._evaluate([(BEAT, keys, values)])
+        try:
+            [num_live] = await self._evaluate([(BEAT, keys, values)])
+        except BaseException:
+            self._unsure |= unsure
+            raise
         self.num_gateways = max(1, int(num_live))
 
     async def _batch(self) -> None:
@@ -167,9 +173,10 @@ class SharedLimits:
             oldest = time.monotonic() - KEEP_S
             for op in settles:
                 if op.since <= oldest:
-                    _settled(op)  # the next beat says so
+                    self._drop(op)
             self._settles.extendleft(reversed([op for op in settles if op.since > oldest]))
             for admit in admits:
+                self._unsure.update(admit.accounts)
                 if not admit.answer.done():
                     admit.answer.set_exception(LinkDown(str(error)))
             raise
@@ -211,6 +218,11 @@ class SharedLimits:
     def _give_back(self, op: _Admit) -> None:
         """It was granted to somebody who is gone."""
         self.settle(f"lost-{next(self._lost)}", op.accounts, op.wanted, 0, True)
+
+    def _drop(self, op: _Settle) -> None:
+        """It was kept for long enough: the next beat says that it is over."""
+        _settled(op)
+        self._unsure.update(op.accounts)
 
     def _key(self, account: Account) -> str:
         return f"{self._prefix}:{account.name}"

@@ -12,13 +12,14 @@ from collections.abc import Awaitable, Callable
 import msgspec
 
 from engine_worker.contract.errors import ApiError
-from gateway.answer import ClientGone, Message, Receive, Scope, Send, read_body, request_id
+from gateway.answer import ClientGone, Headers, Message, Receive, Scope, Send, read_body, request_id
 from gateway.observe.record import RequestRecord
-from gateway.openai.parse import parse_request
+from gateway.openai.parse import ParsedRequest, parse_request
 from gateway.prefix.service import PrefixService
 from gateway.prefix.source import PromptSource
 from gateway.replicas.registry import Registry
 from gateway.tenancy.directory import Identity
+from gateway.tenancy.service import Tenancy
 from gateway.translate.answer import TranslatedAnswer, Translation
 from gateway.translate.chat import ChatAnswer, Json, encode
 from gateway.translate.messages import MessagesTranslation
@@ -59,9 +60,9 @@ class TokenCounter:
 
     def __init__(
         self, prefix: PrefixService, registry: Registry, resolve: Callable[[str], str], serve: Serve, max_bytes: int,
-        body_s: float, identify: Callable[[Scope], Identity | None],
+        body_s: float, tenancy: Tenancy,
     ) -> None:  # fmt: skip
-        self._identify = identify
+        self._tenancy = tenancy
         self._prefix = prefix
         self._registry = registry
         self._resolve = resolve
@@ -75,9 +76,9 @@ class TokenCounter:
         answer = TranslatedAnswer(scope, send, translation, record)
         answer.headers = [(b"x-request-id", record.request_id.encode("ascii"))]
         try:
-            identity = self._identify(scope)
+            identity = self._tenancy.identify(scope)
             body = await self._body(scope, receive)
-            num_tokens = await self._count(body, identity)
+            num_tokens = await self._count(body, identity, record, answer.headers)
         except ApiError as error:
             await answer.error(error)
             return
@@ -95,7 +96,9 @@ class TokenCounter:
         except TimeoutError:
             raise ApiError(408, "The request's body did not arrive in time.") from None
 
-    async def _count(self, body: bytes, identity: Identity | None) -> int | None:
+    async def _count(
+        self, body: bytes, identity: Identity | None, record: RequestRecord, headers: Headers
+    ) -> int | None:
         """None where no replica's tokenizer is at hand."""
         chat = _tokenize_request(body)
         model = self._resolve(chat["model"])
@@ -106,7 +109,15 @@ class TokenCounter:
             return None
         source = parse_request("chat", encode(chat)).source
         assert isinstance(source, PromptSource)
-        return len(await self._prefix.packed_ids(replica.replica_id, source)) // 4
+        visit = None
+        if identity is not None:  # counted among its requests, like those that a replica counts for
+            parsed = ParsedRequest(endpoint="tokenize", body=body, model=model)
+            visit = await self._tenancy.admit(identity, parsed, record, headers)
+        try:
+            return len(await self._prefix.packed_ids(replica.replica_id, source)) // 4
+        finally:
+            if visit is not None:
+                visit.end(record, 0)
 
 
 def _tokenize_request(body: bytes) -> Json:

@@ -162,3 +162,39 @@ async def test_a_full_queue_is_made_room_in_whatever_the_model():
     await asyncio.gather(flooding[0], calm)
     assert admission.num_in_flight == 0
     admission.check_invariants()
+
+
+async def test_one_models_line_does_not_keep_anothers_waiting():
+    admission = Admission(1, 100, 30.0)
+    await admission.enter()
+    flood = [asyncio.create_task(admission.enter(Claim("a", model="one"))) for _ in range(20)]
+    await asyncio.sleep(0)
+    other = asyncio.create_task(admission.enter(Claim("b", model="two")))
+    await asyncio.sleep(0)
+    assert admission.num_queued == 21
+    admission.leave()
+    for _ in range(2):  # at most one of the flood goes before it
+        await asyncio.sleep(0)
+        if other.done():
+            break
+        admission.leave(Claim("a", model="one"))
+    await asyncio.sleep(0)
+    assert other.done()
+    for task in flood:
+        task.cancel()
+    await asyncio.gather(*flood, return_exceptions=True)
+    admission.leave(Claim("b", model="two"))
+    admission.check_invariants()
+
+
+async def test_one_that_leaves_as_its_turn_comes_is_charged_nothing():
+    admission = Admission(1, 10, 30.0)
+    await admission.enter()
+    leaving, next_one = await waiting(admission), await waiting(admission)
+    leaving.cancel()
+    admission.leave()  # before the one that leaves has noticed
+    await next_one
+    await asyncio.gather(leaving, return_exceptions=True)
+    admission.check_invariants()
+    admission.leave()
+    admission.check_invariants()

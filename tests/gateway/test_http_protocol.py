@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 
 import pytest
@@ -122,3 +123,30 @@ async def test_a_disconnect_is_seen_under_another_server_too():
         await until(lambda: replica.log.num_in_flight == 1)
         writer.close()
         await until(lambda: replica.log.num_aborted == 1)
+
+
+async def test_what_stands_behind_a_chunked_body_is_no_header():
+    async with gateway(Replica()) as running:
+        head = HEAD + b"connection: close\r\ntransfer-encoding: chunked\r\n\r\n"
+        chunk = b"%x\r\n%b\r\n0\r\nx-request-id: trailer\r\n\r\n" % (len(BODY), BODY)
+        answer = await talk(running, head + chunk)
+        assert b" 200 " in answer
+        assert b"trailer" not in answer
+
+
+async def test_the_rest_of_a_refused_body_does_not_keep_its_connection():
+    """A client that is refused early and goes on sending a little of its body now and then is idle."""
+    async with gateway(Replica()) as running:
+        running._server.config.timeout_keep_alive = 0.3
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        writer.write(b"POST /v1/nothing HTTP/1.1\r\nhost: x\r\ncontent-length: 1000000\r\n\r\n")
+        async with asyncio.timeout(HANG_GUARD_S):
+            assert b" 404 " in await reader.readuntil(b"\r\n\r\n")
+            with contextlib.suppress(ConnectionError):
+                while not reader.at_eof():
+                    writer.write(b"x")
+                    await writer.drain()
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(0.05):
+                            await reader.read(1000)
+        writer.close()

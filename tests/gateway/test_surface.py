@@ -57,6 +57,30 @@ async def test_embeddings_are_asked_of_the_replicas_that_have_them():
         assert "embeddings" in answer.json()["error"]["message"]
 
 
+async def test_embeddings_of_a_replica_that_is_down_are_missing_for_a_while_only():
+    without, having = Replica(), Replica()
+    having.worker.embeddings_status = 200
+    body = {"model": "fake", "input": "hi"}
+    async with gateway(without, having) as running:
+        while not without.log.num_embeddings:
+            assert (await running.client.post("/v1/embeddings", json=body)).status_code == 200
+        await having.stop()
+        await until(lambda: len(running.app.registry.ready()) == 1)
+        answer = await running.client.post("/v1/embeddings", json=body)
+        assert (answer.status_code, answer.json()["error"]["code"]) == (503, "no_replica")
+        assert answer.headers["retry-after"]
+
+
+async def test_a_conversation_of_stored_answers_is_no_larger_than_a_body_may_be():
+    async with gateway(Replica(), max_body_bytes=4096) as running:
+        body = {"model": "fake", "input": "x" * 2500}
+        first = await running.client.post("/v1/responses", json=body)
+        assert first.status_code == 200
+        again = {**body, "previous_response_id": first.json()["id"]}
+        answer = await running.client.post("/v1/responses", json=again)
+        assert answer.status_code == 413
+
+
 async def test_models_have_slashes_and_replicas_of_their_own():
     one, two = Replica("org/one"), Replica("org/two")
     async with gateway(one, two) as running:

@@ -66,7 +66,15 @@ def test_the_file_is_private_and_replaced_whole(tmp_path: Path) -> None:
     assert store.read() == KeyBook({second.id: second}, {}, secret)
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"keys": 1}', '{"keys": {"a": {"id": "a"}}}'])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "", "{", "[]", '{"keys": 1}', '{"keys": {"a": {"id": "a"}}}',
+        '{"tenants": {"a": {"requests_per_minute": -1}}}', '{"tenants": {"a": {"budget_tokens": 9007199254740993}}}',
+        '{"keys": {"a": {"id": "a", "digest": "' + "0" * 64 + '", "tenant": "a\\nb"}}}',
+        '{"keys": {"a": {"id": "a", "digest": "00", "tenant": "a"}}}',
+    ],
+)  # fmt: skip
 def test_a_file_that_is_none_of_ours_is_a_clear_error_and_left_alone(tmp_path: Path, text: str) -> None:
     path = tmp_path / "keys.json"
     path.write_text(text)

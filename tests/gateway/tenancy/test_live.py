@@ -135,6 +135,24 @@ async def test_messages_take_x_api_key_and_say_so_in_their_own_shape(keys: Keys)
         assert limited.headers["retry-after"]
 
 
+async def test_a_count_by_the_gateway_itself_is_one_of_its_keys_requests(keys: Keys) -> None:
+    key = keys.make("acme", requests_per_minute=2)
+
+    class Tokenizer:
+        async def packed_ids(self, replica_id: str, source: object) -> bytes:
+            return bytes(4 * 7)
+
+    async with gateway(replica(), keys_file=keys.path) as running:
+        running.app.registry.ready()[0].key_mode = "token"
+        assert running.app._counter is not None
+        running.app._counter._prefix = Tokenizer()  # type: ignore[assignment]
+        answers = [await ask(running, key, "/v1/messages/count_tokens") for _ in range(3)]
+        assert [answer.status_code for answer in answers] == [200, 200, 429]
+        assert answers[0].json() == {"input_tokens": 7}
+        running.app.tenancy.check_invariants()
+        assert not any(account.num_active for account in running.app.tenancy.ledger.accounts.values())
+
+
 async def test_stored_responses_are_their_tenants_own(keys: Keys) -> None:
     mine, theirs = keys.make("acme"), keys.make("other")
     async with gateway(replica(), keys_file=keys.path) as running:

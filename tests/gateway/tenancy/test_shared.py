@@ -151,6 +151,25 @@ async def test_a_redis_that_lost_its_data_and_its_scripts_is_told_again(redis: R
         assert denied.limit is Limit.CONCURRENCY
 
 
+async def test_an_answer_that_was_lost_holds_no_place(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Row 45: a frozen Redis still does what it was asked before, when whoever asked has given up."""
+    monkeypatch.setattr("gateway.tenancy.shared.BEAT_S", 1e6)  # the next beat is the one after the failure
+    async with party(redis, concurrency=1) as one:
+        one.shared._call_s = 0.05
+        redis.freeze()
+        try:
+            with pytest.raises(LinkDown):
+                await one.admit("a")
+        finally:
+            redis.thaw()
+        account = f"warmgate:{{fleet}}:limits:{one.account.name}"
+        await until(lambda: redis.command("HGET", account, "at") != b"$-1\r\n")  # it came late
+        one.shared._call_s = 30.0
+        await until(lambda: one.shared.is_up)
+        await until(lambda: b"a:" not in redis.command("HGETALL", account))
+        assert await one.admit("b") is None
+
+
 async def test_a_server_that_is_no_master_any_more_is_as_good_as_none(redis: RedisServer) -> None:
     async with party(redis, concurrency=2) as one:
         redis.command("REPLICAOF", "127.0.0.1", "1")
@@ -238,6 +257,24 @@ async def test_keys_in_redis_come_go_and_survive_its_loss(redis: RedisServer, re
         assert store.remove(record.id)
         await until(lambda: find(key.encode()) is None)
         assert (await ask(running, key)).status_code == 401
+
+
+async def test_keys_in_redis_that_are_none_change_nothing(redis: RedisServer, replica: Replica) -> None:
+    store = RedisStore(redis.url, "default")
+    first_key, first = new_key("acme")
+    store.put(first)
+    async with keyed_gateway(redis, replica, keys_redis=True) as running:
+        await until(lambda: len(running.app.tenancy.directory) == 1)
+        watcher = running.app.tenancy._watcher
+        assert watcher is not None
+        redis.command("HSET", "warmgate:{default}:keys", "version", "many")
+        await until(lambda: "version" in watcher._said)
+        assert (await ask(running, first_key)).status_code == 200
+        redis.command("HSET", "warmgate:{default}:keys", "version", "7")
+        second_key, second = new_key("acme")
+        store.put(second)
+        await until(lambda: len(running.app.tenancy.directory) == 2)
+        assert (await ask(running, second_key)).status_code == 200
 
 
 async def test_without_redis_each_gateway_holds_its_share(redis: RedisServer, replica: Replica, tmp_path: Path) -> None:
