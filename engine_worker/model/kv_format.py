@@ -30,6 +30,7 @@ Rows that are not finite keep that: their scales are NaN, and so is whatever rea
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cache
 
 import torch
 import torch.nn.functional as F
@@ -178,6 +179,13 @@ def fp4_scale(codes: Tensor) -> Tensor:
     return (codes.to(torch.int16) << 7).view(torch.float16).float()
 
 
+@cache
+def _e2m1(device: torch.device) -> Tensor:
+    """What the 16 codes stand for. Made once: a copy from the host would make a step wait, and can't be recorded."""
+    with torch.inference_mode(False):
+        return torch.tensor((*E2M1, *(-value for value in E2M1)), device=device)
+
+
 def _num_groups(dim: int) -> int:
     return -(-dim // GROUP)
 
@@ -226,7 +234,7 @@ def _round_fp4(groups: Tensor, scale: Tensor) -> tuple[tuple[Tensor, Tensor], Te
     size = (groups / scale).abs()
     numbers = sum((size > boundary).to(torch.int32) for boundary in _BOUNDARIES)
     assert isinstance(numbers, Tensor)
-    values = torch.tensor(E2M1, device=groups.device)[numbers] * scale
+    values = _e2m1(groups.device)[numbers] * scale
     error = (groups.abs() - values).square().sum(-1, keepdim=True)
     return (numbers | (groups < 0).to(torch.int32) << 3, codes), error
 
@@ -234,8 +242,7 @@ def _round_fp4(groups: Tensor, scale: Tensor) -> tuple[tuple[Tensor, Tensor], Te
 def _from_fp4(data: Tensor, scales: Tensor, dim: int) -> Tensor:
     halves = data.unflatten(-1, (-1, GROUP // 2))
     codes = torch.cat((halves & 15, halves >> 4), -1).int()  # [..., groups, 16]
-    table = torch.tensor((*E2M1, *(-value for value in E2M1)), device=data.device)
-    return (table[codes] * fp4_scale(scales)[..., None]).flatten(-2)[..., :dim]
+    return (_e2m1(data.device)[codes] * fp4_scale(scales)[..., None]).flatten(-2)[..., :dim]
 
 
 _TO_STORED = {"int8": _to_int8, "fp8": _to_fp8, "fp4": _to_fp4}

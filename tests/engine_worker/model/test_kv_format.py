@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from engine_worker.model.errors import ModelError
 from engine_worker.model.kv_format import DENSE, FP4, FP8, INT8, K8V4, NAMES, KVFormat, RowFormat, choose_format
@@ -126,3 +129,32 @@ def test_names() -> None:
     assert [choose_format(name, CPU).name for name in NAMES[1:]] == list(NAMES[1:])
     with pytest.raises(ModelError, match="auto, int8, fp8, fp4"):
         choose_format("int3", CPU)
+
+
+class _Recorded(TorchDispatchMode):
+    """The names of all operations."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("form", [DENSE, INT8, FP8, FP4, K8V4], ids=lambda form: form.name)
+def test_writes_and_reads_bring_nothing_from_the_host(form: KVFormat) -> None:
+    """A CUDA graph can record neither a tensor made of Python numbers nor a look at one."""
+    kv, slots = KVTensors(2, 4, 4, CPU, format=form), torch.tensor([3, 0, 7])
+    key = torch.randn(1, 2, 3, 24)
+    kv.write(0, slots, key, key)
+    with _Recorded() as first:
+        torch.tensor([1.0])
+    assert "lift_fresh" in first.names
+    with _Recorded() as recorded:
+        kv.write(0, slots, key, key)
+        for part in kv.rows(0):
+            part.read(slots, torch.float32)
+    assert "index_copy_" in recorded.names
+    assert not {"lift_fresh", "_local_scalar_dense", "nonzero"} & set(recorded.names)
