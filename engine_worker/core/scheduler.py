@@ -28,6 +28,7 @@ right (core/drafts.py). Nobody waits or is preempted for a guess: it takes budge
 from __future__ import annotations
 
 from bisect import insort
+from dataclasses import replace
 from typing import Any
 
 from engine_worker.core.ahead import plan_behind
@@ -291,6 +292,8 @@ class Scheduler:
         self._drafts.count(segment.num_drafts, len(tokens) - 1)
         self._kv.commit(request, request.num_tokens - 1)  # what was computed for wrong guesses does not count
         updates = [self._update(request, token, None) for token in tokens[:-1]]
+        for number, update in enumerate(reversed(updates)):  # a stop string may end the answer at any of them
+            updates[-1 - number] = replace(update, num_accepted_tokens=update.num_accepted_tokens - number)
         updates.append(self._update(request, tokens[-1], reason, None, is_complete, scores))
         return updates
 

@@ -236,7 +236,7 @@ class RequestUpdate:
     is_complete      the grammar's end ended the sequence: the last token is part of the output, no stop token
     prompt_logprobs  prompt tokens with their logprobs, those that follow what earlier updates brought
     num_draft_tokens, num_accepted_tokens
-                     see Request: so far, over all of the request
+                     see Request: so far, up to this token; those behind it in the same step don't count yet
     """
 
     request_id: str

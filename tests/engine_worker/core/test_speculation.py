@@ -105,6 +105,17 @@ def test_what_follows_a_stop_in_mid_guess_is_dropped() -> None:
     driver.scheduler.check_invariants()
 
 
+def test_each_token_tells_the_right_guesses_up_to_itself() -> None:
+    """A stop string may end the answer at any token of a step: guesses behind it did not become output."""
+    driver = make_driver()
+    request = decoding(driver, make_request("a", range(6), 20))
+    driver.scheduler.speculate(request, truth(driver, request, 3))
+    plan = driver.scheduler.plan(0.0)
+    updates = driver.scheduler.commit(plan, driver.runner.execute(plan))
+    assert [update.num_accepted_tokens for update in updates] == [1, 2, 3, 3]
+    assert [update.num_draft_tokens for update in updates] == [3] * 4
+
+
 def test_guesses_leave_the_budget_to_others() -> None:
     """Of 8 tokens two go to decodes and one is kept for the prompt that waits."""
     driver = make_driver(max_num_batched_tokens=8)
