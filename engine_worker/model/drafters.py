@@ -53,10 +53,10 @@ def load_draft(
     if config.speculative in ("", NGRAM):
         return None
     progress(f"loading the draft model {config.speculative}")
-    # Its own limit of length holds: where it ends, guesses end.
-    checkpoint = load_checkpoint(
-        replace(config, model=config.speculative, max_model_len=None), attention.NAME, progress
-    )
+    # Its own limit of length holds: where it ends, guesses end. It needs no room for a sequence of that length, as its
+    # cache has the model's blocks.
+    own = replace(config, model=config.speculative, max_model_len=None, kv_cache_memory=None)
+    checkpoint = load_checkpoint(own, attention.NAME, progress)
     check_vocabulary(config, bundle, checkpoint.tokenizer)
     module = checkpoint.module
     refuse_module(module)

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 from engine_worker.config import EngineConfig
 from engine_worker.contract.state import TokenizerBundle
@@ -15,10 +17,11 @@ from engine_worker.model.draft_model import ModelDrafter
 from engine_worker.model.drafters import check_vocabulary
 from engine_worker.model.errors import ModelError
 from engine_worker.model.kv_tensors import KVTensors
+from engine_worker.model.load import load_model
 from engine_worker.model.packed_model import PackedModel
 from tests.engine_worker.model.serving import MAX_MODEL_LEN, Answer, TinyEngine
 from tests.engine_worker.model.test_constrained_engine import MODULE, VOCAB, run_all
-from tests.engine_worker.model.tiny_models import tiny_model
+from tests.engine_worker.model.tiny_models import tiny_config, tiny_model
 from tests.engine_worker.serving.fake_engine import make_tokenizer
 
 pytestmark = pytest.mark.engine
@@ -89,6 +92,18 @@ def test_no_guesses_beyond_the_draft_models_own_length() -> None:
     [plain] = run_all(TinyEngine(MODULE), [(list(range(5, 15)), SamplingParams(max_tokens=30, temperature=0.0))])
     assert answer.token_ids == plain.token_ids
     assert 0 < engine.scheduler.stats().num_draft_tokens <= 10
+
+
+def test_a_draft_model_needs_no_room_for_its_own_longest_sequence(tmp_path: Path) -> None:
+    """The cache is planned for --max-model-len; what the draft model could do beyond that does not matter."""
+    tiny_config("llama").save_pretrained(tmp_path)
+    config = EngineConfig(
+        model=str(tmp_path), speculative=str(tmp_path), load_format="dummy", dtype="float32", device="cpu",
+        max_model_len=96, kv_cache_memory=96 << 10, num_threads=torch.get_num_threads(), self_test=False,
+    )  # fmt: skip
+    runner = load_model(config, lambda message: None)
+    assert runner.info.max_model_len == 96
+    assert isinstance(runner.drafter, ModelDrafter)
 
 
 def test_another_vocabulary_is_refused() -> None:
