@@ -78,9 +78,29 @@ def test_a_step_ahead_that_raises_fails_its_requests_when_its_turn_comes() -> No
     harness = AsyncHarness(FailsAhead())
     news = harness.run([Add([sequence("a", "hello world")])], *[[] for _ in range(8)], [Add([sequence("b", "bye")])])
     assert news["a"][-1].finish_reason is FinishReason.ERROR
-    assert "MemoryError" in (news["a"][-1].error or "")
+    assert "too little memory" in (news["a"][-1].error or "")
     assert len([update for update in news["a"] if update.token]) == 3  # the prompt's and those of two steps ahead
     assert output(news["b"]) == "bye"
+    assert harness.sent[-1].stats.num_free_blocks == 64
+
+
+def test_without_memory_for_a_launch_the_largest_request_fails_and_the_others_go_on() -> None:
+    """More often than an engine may fail otherwise. All prompts fit in one step, which could have one planned behind."""
+
+    class Forgetful(LateRunner):
+        def launch(self, plan: StepPlan) -> _Later:
+            if plan.num_tokens > 9:
+                raise MemoryError
+            return super().launch(plan)
+
+    small = [sequence("a", "hi"), sequence("b", "yo")]
+    big = [sequence(f"big{i}", "too long a text") for i in range(MAX_FAILED_STEPS + 1)]
+    script = [[Add([*small, big[0]])], *([Add([one])] for one in big[1:])]
+    harness = AsyncHarness(Forgetful())
+    news = harness.run(*script)
+    assert (output(news["a"]), output(news["b"])) == ("hi", "yo")
+    for one in big:
+        assert "too little memory" in (news[one.request_id][-1].error or "")
     assert harness.sent[-1].stats.num_free_blocks == 64
 
 
