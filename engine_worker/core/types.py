@@ -210,11 +210,17 @@ class SampledToken:
     rank: int | None = None
 
 
+class Refusal(str):
+    """Why a request failed, where it is to blame itself: it would fail anywhere, until its client changes it."""
+
+    __slots__ = ()
+
+
 @dataclass(frozen=True, slots=True)
 class StepResult:
     """The runner's answer: a token for every segment with `sample`, except for requests that failed alone.
 
-    failed           request id -> one sentence
+    failed           request id -> one sentence, a Refusal where the request is to blame
     completed        requests whose grammar allows nothing behind the last sampled token
     following        request id -> tokens sampled behind the first one: one for each draft that was right, in order
     prompt_logprobs  request id -> the prompt token behind each of the segment's `scored` positions, with logprobs

@@ -14,7 +14,7 @@ import torch
 from engine_worker.config import ModelInfo
 from engine_worker.contract.state import TokenizerBundle
 from engine_worker.core.ahead import PLACEHOLDER, can_defer
-from engine_worker.core.types import Request, SampledToken, Segment, StepPlan, StepResult
+from engine_worker.core.types import Refusal, Request, SampledToken, Segment, StepPlan, StepResult
 from engine_worker.model.packed_model import PackedModel
 from engine_worker.model.packing import BlockTables, PackedBatch, fresh_blocks, pack
 from engine_worker.model.prompt_scores import score_prompts
@@ -183,7 +183,7 @@ class ModelRunner:
         if min(segment.token_ids) >= 0 and max(segment.token_ids) < self._num_embeddings:
             return True
         outside = next(token for token in segment.token_ids if not 0 <= token < self._num_embeddings)
-        failed[segment.request.request_id] = (
+        failed[segment.request.request_id] = Refusal(
             f"Token id {outside} is outside the model's vocabulary of {self._num_embeddings}; "
             "send ids made by this model's tokenizer."
         )

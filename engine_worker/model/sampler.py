@@ -25,7 +25,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
-from engine_worker.core.types import Request, SampledToken, SamplingParams, Segment
+from engine_worker.core.types import Refusal, Request, SampledToken, SamplingParams, Segment
 from engine_worker.model.errors import GrammarFailed
 from engine_worker.model.logprobs import with_logprobs
 from engine_worker.model.sampler_draw import Draw, draw_tokens, new_key, seeded_key
@@ -169,7 +169,7 @@ class Sampler:
             named += params.stop_token_ids
         outside = [id for id in named if not 0 <= id < self.vocab_size]
         if outside:
-            return f"Token id {outside[0]} is outside the vocabulary: ids go from 0 to {self.vocab_size - 1}."
+            return Refusal(f"Token id {outside[0]} is outside the vocabulary: 0 to {self.vocab_size - 1}.")
         self._states[request.request_id] = self._new_state(request)
         return None
 
@@ -252,7 +252,7 @@ class Sampler:
                 masks[group.request.request_id] = found = self._masks.take(group.request)
                 group.num_usable = min(group.num_usable, len(found))
             except GrammarFailed as error:
-                failed[group.request.request_id] = str(error)
+                failed[group.request.request_id] = Refusal(error)
         return masks
 
     def _accept(self, verified: Sequence[tuple[Row, ...]], chosen: list[int], failed: dict[str, str]) -> None:
@@ -266,7 +266,7 @@ class Sampler:
                 if self._masks.accept(request, [chosen[row.index] for row in rows]):
                     self._completed.add(request.request_id)
             except GrammarFailed as error:
-                failed[request.request_id] = str(error)
+                failed[request.request_id] = Refusal(error)
 
     def _edit(self, work: Tensor, rows: Sequence[Row], masks: Mapping[str, Sequence[Tensor]]) -> None:
         """Penalties, then logit_bias, then the masks, in place on work [S, V]."""
@@ -327,7 +327,7 @@ UNSOUND = (
     "The model's logits for this request are not finite (NaN or infinite). Other requests go on; if this repeats, "
     "load the model with --dtype float32."
 )
-_NOTHING_LEFT = (
+_NOTHING_LEFT = Refusal(
     "logit_bias, min_tokens, bad words, allowed token ids and the output's grammar together leave no token that could "
     "be chosen; loosen one of them."
 )

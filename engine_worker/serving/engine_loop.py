@@ -25,7 +25,7 @@ from typing import Protocol
 
 from engine_worker.core.events import KVEvent
 from engine_worker.core.scheduler import RequestTooLarge, Scheduler
-from engine_worker.core.types import FinishReason, Request, RequestStatus, RequestUpdate, StepPlan, StepResult
+from engine_worker.core.types import FinishReason, Refusal, Request, RequestStatus, RequestUpdate, StepPlan, StepResult
 from engine_worker.serving.messages import Add, Cancel, FromEngine, Sequence, Shutdown, Stats, Step, ToEngine, Update
 from engine_worker.serving.speculate import Speculator
 
@@ -163,7 +163,14 @@ class EngineLoop:
         try:
             self._scheduler.add(request)
         except RequestTooLarge as error:
-            return Update(sequence.request_id, None, FinishReason.ERROR, error=str(error), error_status=400)
+            return Update(
+                sequence.request_id,
+                None,
+                FinishReason.ERROR,
+                error=str(error),
+                error_status=400,
+                error_code="context_length_exceeded",
+            )
         self._untouched[sequence.request_id] = request
         return None
 
@@ -235,7 +242,8 @@ class EngineLoop:
             update.token,
             update.finish_reason,
             update.num_cached_tokens,
-            update.error,
+            update.error and str(update.error),
+            400 if isinstance(update.error, Refusal) else 500,
             queue_s=queue_s,
             prefill_s=prefill_s,
             is_complete=update.is_complete,

@@ -86,7 +86,7 @@ class Generation:
             if text.finish_reason is not None:
                 continue  # a stop string ended it; the engine was a step ahead
             if update.finish_reason is FinishReason.ERROR:
-                raise ApiError(update.error_status, update.error or "Generation failed.", code=_error_code(update))
+                raise ApiError(update.error_status, update.error or "Generation failed.", code=update.error_code)
             if update.finish_reason is FinishReason.ABORT:
                 raise ApiError(503, "The engine dropped this request.", retry_after_s=1)
             self._note_cached(index, update)
@@ -154,10 +154,6 @@ class Generation:
         """Known once the first choice has a token. With several prompts and a stream: of those that have begun."""
         headers = [(b"x-warmgate-cached-tokens", str(sum(self._cached.values())).encode())]
         return headers if self.marks is None else [*headers, (MARKS_HEADER, b"1")]
-
-
-def _error_code(update: Update) -> str | None:
-    return "context_length_exceeded" if update.error_status == 400 else None
 
 
 class Generator:

@@ -82,7 +82,8 @@ class LoadFailed(msgspec.Struct, frozen=True, array_like=True, tag="failed"):
 class Update(msgspec.Struct, frozen=True, array_like=True):
     """News of one sequence.
 
-    error_status  the HTTP status that `error` deserves
+    error_status, error_code
+                  the HTTP status that `error` deserves, and the code beside it
     is_complete, prompt_logprobs, num_draft_tokens, num_accepted_tokens
                   see core.types.RequestUpdate
     queue_s, prefill_s
@@ -95,6 +96,7 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
     num_cached_tokens: int = 0
     error: str | None = None
     error_status: int = 500
+    error_code: str | None = None
     queue_s: float | None = None
     prefill_s: float | None = None
     is_complete: bool = False

@@ -85,7 +85,7 @@ def test_a_step_ahead_that_raises_fails_its_requests_when_its_turn_comes() -> No
 
 
 def test_without_memory_for_a_launch_the_largest_request_fails_and_the_others_go_on() -> None:
-    """More often than an engine may fail otherwise. All prompts fit in one step, which could have one planned behind."""
+    """More often than an engine may fail otherwise. All prompts fit in one step: one could be planned behind it."""
 
     class Forgetful(LateRunner):
         def launch(self, plan: StepPlan) -> _Later:

@@ -63,6 +63,15 @@ def test_greedy_answers_repeat_and_come_from_the_cache(tiny: RunningWorker) -> N
     assert warm["usage"]["prompt_tokens_details"]["cached_tokens"] >= 32
 
 
+def test_a_request_that_leaves_itself_no_token_is_told_so_and_blames_nobody_else(tiny: RunningWorker) -> None:
+    """A status of 500 would have a gateway try it at the next replica, and doubt this one."""
+    response = tiny.complete("A prompt", guided_choice=["yes", "no"], allowed_token_ids=[3])
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert (error["type"], error["code"]) == ("invalid_request_error", None)
+    assert "leave no token" in error["message"]
+
+
 def test_seeds_decide_and_only_seeds(tiny: RunningWorker) -> None:
     sampled = {"temperature": 1.5, "n": 2}
     first = ask(tiny, "seeded", seed=7, **sampled)
