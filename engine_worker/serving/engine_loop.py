@@ -183,7 +183,8 @@ class EngineLoop:
             plan, result = self._execute(plan, lambda: self._runner.execute(plan))
         else:
             plan, launched = self._ahead or self._launch(self._scheduler.plan(time.monotonic()), self._launcher)
-            behind = self._scheduler.plan_ahead(plan)
+            # A step that could not be launched is settled before anything counts on it.
+            behind = None if isinstance(launched, _Raised) else self._scheduler.plan_ahead(plan)
             self._ahead = None if behind is None else self._launch(behind, self._launcher)
             plan, result = self._execute(plan, launched.result)
         updates = [self._update(update) for update in self._scheduler.commit(plan, result)]
@@ -297,6 +298,7 @@ def _is_out_of_memory(error: Exception) -> bool:
 
 def _only_largest(plan: StepPlan) -> tuple[StepPlan, StepResult]:
     """The request with most tokens in the step fails, for lack of memory. Of the others nothing has happened."""
-    victim = max(plan.segments, key=lambda segment: (len(segment.token_ids), segment.end))
+    live = [segment for segment in plan.segments if segment.request.status is RequestStatus.RUNNING]
+    victim = max(live, key=lambda segment: (len(segment.token_ids), segment.end))
     sentence = "The worker has too little memory for this request now. Send a shorter one, or try again later."
     return StepPlan((victim,)), StepResult(sampled={}, failed={victim.request.request_id: sentence})
