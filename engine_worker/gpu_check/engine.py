@@ -15,6 +15,7 @@ from engine_worker.core.scheduler import Scheduler, SchedulerConfig
 from engine_worker.core.types import Request, SamplingParams, StepPlan
 from engine_worker.model.load import load_model
 from engine_worker.model.runner import LaunchedStep, ModelRunner
+from engine_worker.serving.speculate import Speculator
 
 
 @dataclass
@@ -27,11 +28,17 @@ class Run:
     errors: list[str] = field(default_factory=list)
     num_cached_tokens: int = 0
     num_ahead: int = 0
+    num_draft_tokens: int = 0
+    num_accepted_tokens: int = 0
 
     def decode_step_s(self, batch: int) -> float:
         """The median time of a step in which `batch` requests decode."""
         times = sorted(seconds for tokens, requests, seconds in self.steps[1:] if tokens == requests == batch)
         return times[len(times) // 2] if times else float("nan")
+
+    def decode_s(self) -> float:
+        """From the last request's first token to the end."""
+        return sum(seconds for _, _, seconds in self.steps) - max(self.first_s.values())
 
 
 class Engine:
@@ -44,9 +51,23 @@ class Engine:
         limits = SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens, info.max_model_len, frozenset())
         self.scheduler = Scheduler(limits, self.kv)
         self._num_requests = 0
+        self._speculator: Speculator | None = None
+        if runner.drafter is not None:
+            most, always = config.num_speculative_tokens, config.always_speculate
+            self._speculator = Speculator(self.scheduler, runner.drafter, most, always)
 
-    def run(self, prompts: Sequence[Sequence[int]], params: SamplingParams, *, ahead: bool = False) -> Run:
+    def run(
+        self,
+        prompts: Sequence[Sequence[int]],
+        params: SamplingParams,
+        *,
+        ahead: bool = False,
+        speculate: bool = False,
+    ) -> Run:
         """Answers to all prompts, submitted together. Tokens are listed under "0", "1", ..."""
+        assert not (ahead and speculate), "guesses go on from tokens that must be known"
+        speculator = self._speculator if speculate else None
+        assert speculator is not None or not speculate, "the engine was loaded without speculation"
         run, scheduler = Run(), self.scheduler
         names: dict[str, str] = {}
         for index, prompt in enumerate(prompts):
@@ -58,6 +79,8 @@ class Engine:
         begin = last = time.perf_counter()
         waiting: tuple[StepPlan, LaunchedStep] | None = None
         while scheduler.has_work() or waiting is not None:
+            if speculator is not None:
+                speculator.before_plan()
             plan, launched = waiting or self._launch(scheduler.plan(0.0), ahead)
             behind = scheduler.plan_ahead(plan) if ahead else None
             waiting = None if behind is None else self._launch(behind, ahead)
@@ -65,6 +88,8 @@ class Engine:
             result = launched.result()
             now = time.perf_counter()
             run.steps.append((plan.num_tokens, len(plan.segments), now - last))
+            if speculator is not None:
+                speculator.before_commit(plan, now - last)
             last = now
             for update in scheduler.commit(plan, result):
                 index_ = names[update.request_id]
@@ -75,9 +100,18 @@ class Engine:
                 if update.error:
                     run.errors.append(update.error)
                 if update.finish_reason is not None:
-                    self.runner.release(update.request_id)
+                    self._release(update.request_id)
+                    run.num_draft_tokens += update.num_draft_tokens
+                    run.num_accepted_tokens += update.num_accepted_tokens
+            if speculator is not None:
+                speculator.after_commit()
             scheduler.take_events()
         return run
+
+    def _release(self, request_id: str) -> None:
+        self.runner.release(request_id)
+        if self._speculator is not None:
+            self._speculator.release(request_id)
 
     def _launch(self, plan: StepPlan, ahead: bool) -> tuple[StepPlan, LaunchedStep]:
         return plan, self.runner.launch(plan) if ahead else LaunchedStep(self.runner.execute(plan), None)
