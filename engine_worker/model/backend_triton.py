@@ -1,9 +1,8 @@
 """Paged attention by our own Triton kernels: the default on CUDA.
 
 Any block size, number of heads and head size; any format of the cache; causal, sliding and chunked masks; soft cap and
-sinks. A layer with
-another mask goes to the reference implementation, which is slow and makes the host wait for the device; loading says so
-(`unknown_masks`).
+sinks. A layer with another mask goes to the reference implementation, which is slow and makes the host wait for the
+device; loading warns of it by name (`unknown_mask_names`).
 
 The kernels run on a CPU too, in Triton's interpreter (TRITON_INTERPRET=1 set before triton is imported): far too slow
 to serve, and how the tests hold them against the reference without a GPU.
@@ -46,6 +45,11 @@ class TritonBackend:
     def unknown_masks(self) -> int:
         """Different masks met so far that the kernels don't know."""
         return self._classifier.num_unknown
+
+    @property
+    def unknown_mask_names(self) -> tuple[str, ...]:
+        """What the model's code calls them."""
+        return self._classifier.unknown_names
 
     def attend(self, call: AttentionCall, batch: PackedBatch, kv: KVTensors) -> torch.Tensor:
         kind = self._kind(call, batch)

@@ -65,6 +65,12 @@ def load_model(config: EngineConfig, progress: Callable[[str], None]) -> ModelRu
     prepared = prepare_module(module, checkpoint.dtype, library, backend, config.quantization, progress)
     details += prepared.details
     layout = _test(config, checkpoint, backend, kv_format, max_model_len, details, progress)
+    if unknown := getattr(backend, "unknown_mask_names", ()):
+        details.append(
+            f"warning: attention masks that the kernels don't know ({', '.join(unknown)}) run in the reference "
+            "implementation, which is slow"
+        )
+        progress(details[-1])
 
     draft = load_draft(config, checkpoint.tokenizer, library, details, progress)
     block_bytes = layout.block_bytes(config.block_size)

@@ -50,22 +50,29 @@ class MaskClassifier:
     def __init__(self, max_len: int) -> None:
         self.max_len = max_len
         self._known: dict[Hashable, MaskKind | None] = {}
+        self._unknown_names: set[str] = set()
 
     @property
     def num_unknown(self) -> int:
         """How many different mask functions were found to be of no known kind."""
         return sum(kind is None for kind in self._known.values())
 
+    @property
+    def unknown_names(self) -> tuple[str, ...]:
+        """Those functions, as their code calls them."""
+        return tuple(sorted(self._unknown_names))
+
     def classify(self, tag: MaskTag, device: torch.device) -> MaskKind | None:
         """The tag's kind; None where it is none of the known ones. `device` is where the function's tensors live."""
         if tag.is_causal:
             return MaskKind(FULL)
         key = _fingerprint(tag.mask_function)
-        if key is None:
-            return self._known.setdefault(None, None)
-        if key not in self._known:
+        if key is not None and key not in self._known:
             self._known[key] = _recognise(tag, self.max_len, device)
-        return self._known[key]
+        kind = self._known.setdefault(key, None)
+        if kind is None:
+            self._unknown_names.add(_name(tag.mask_function))
+        return kind
 
 
 def _recognise(tag: MaskTag, max_len: int, device: torch.device) -> MaskKind | None:
@@ -90,6 +97,18 @@ def _agree(tag: MaskTag, kind: MaskKind, q_pos: torch.Tensor, kv_pos: torch.Tens
     # Keys behind the query don't matter: a decoder's kernels never show them, whatever the function says.
     causal = kv_pos <= q_pos
     return torch.equal(tag.allow(q_pos, kv_pos) & causal, kind.allow(q_pos, kv_pos))
+
+
+def _name(function: Any) -> str:
+    """The function's name, or that of the one which made it, with those of the functions that it combines."""
+    if not isinstance(function, FunctionType):
+        return type(function).__name__
+    inner: list[Any] = []
+    for cell in function.__closure__ or ():
+        value = cell.cell_contents
+        inner += value if isinstance(value, tuple | list) else [value]
+    names = [_name(value) for value in inner if isinstance(value, FunctionType)]
+    return function.__qualname__.split(".<locals>")[0] + (f"({', '.join(names)})" if names else "")
 
 
 def _fingerprint(value: Any) -> Hashable | None:

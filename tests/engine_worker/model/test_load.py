@@ -11,7 +11,7 @@ import torch
 
 from engine_worker.config import EngineConfig
 from engine_worker.core.types import BlockId, Request, SamplingParams, Segment, StepPlan
-from engine_worker.model import load, self_test
+from engine_worker.model import load, mask_kinds, self_test
 from engine_worker.model.backend_cpu import CPUBackend
 from engine_worker.model.backend_reference import ReferenceBackend
 from engine_worker.model.errors import ModelError
@@ -21,6 +21,7 @@ from engine_worker.model.load import load_model
 from engine_worker.model.memory import NotEnoughMemory
 from engine_worker.model.native import library as native
 from engine_worker.model.self_test import probe_layout
+from tests.engine_worker.model.interpreted import triton_backend
 from tests.engine_worker.model.tiny_models import tiny_config, tiny_model
 
 pytestmark = pytest.mark.engine
@@ -221,3 +222,15 @@ def test_unknown_backends_are_refused(tmp_path: Path) -> None:
         load_model(replace(config_for(tmp_path), attention_backend="flash"), lambda _: None)
     runner = load_model(replace(config_for(tmp_path), attention_backend="reference"), lambda _: None)
     assert runner.info.attention_backend == "reference"
+
+
+def test_masks_that_the_kernels_do_not_know_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    triton_backend()  # skips the test where it can't be had
+    config = replace(config_for(tmp_path), attention_backend="triton", self_test=False)
+    messages: list[str] = []
+    assert "warning" not in load_model(config, messages.append).info.detail
+    monkeypatch.setattr(mask_kinds, "_recognise", lambda *_: None)
+    detail = load_model(config, messages.append).info.detail
+    warning = next(line for line in messages if line.startswith("warning: attention masks"))
+    assert "sliding_window_overlay" in warning
+    assert warning in detail

@@ -55,6 +55,20 @@ def test_other_masks_are_unknown() -> None:
     assert kind_of(or_masks(sliding_window_causal_mask_function(8), first_too)) is None
 
 
+def test_unknown_masks_are_named_once_however_often_made() -> None:
+    def holes(batch: int, head: int, q_pos: torch.Tensor, kv_pos: torch.Tensor) -> torch.Tensor:
+        return kv_pos % 3 != 1
+
+    classifier = MaskClassifier(MAX_LEN)
+    for width in (8, 8, 9):
+        mask = and_masks(sliding_window_causal_mask_function(width), holes)
+        assert classifier.classify(MaskTag(mask), CPU) is None
+    own = "test_unknown_masks_are_named_once_however_often_made"
+    assert classifier.num_unknown == 2
+    assert classifier.unknown_names == (f"and_masks(and_masks(sliding_window_overlay, causal_mask_function), {own})",)
+    assert MaskClassifier(MAX_LEN).unknown_names == ()
+
+
 def test_functions_made_anew_are_known_again(monkeypatch: pytest.MonkeyPatch) -> None:
     classifier, asked = MaskClassifier(MAX_LEN), []
     recognise = mask_kinds._recognise
