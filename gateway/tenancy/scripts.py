@@ -93,11 +93,12 @@ return out
 )
 
 # KEYS[2]: a mark that this request is settled. ARGV[3] tokens reserved, ARGV[4] used, ARGV[5] 1 if Redis admitted it.
-# Returns 1, or 0 when it was settled before.
+# Returns 1 and each account's period and what is spent in it, or 0 when it was settled before.
 SETTLE = (
     _HEAD
     + """
-if not redis.call('SET', KEYS[2], 1, 'NX', 'EX', 120) then return 0 end
+if not redis.call('SET', KEYS[2], 1, 'NX', 'EX', 120) then return {0} end
+local out = {1}
 local reserved, used, counted = tonumber(ARGV[3]), tonumber(ARGV[4]), ARGV[5] == '1'
 for i = 3, #KEYS do
   local o = 5 + (i - 3) * 5
@@ -111,8 +112,10 @@ for i = 3, #KEYS do
       if redis.call('HINCRBY', KEYS[i], field, 0 - less) <= 0 then redis.call('HDEL', KEYS[i], field) end
     end
   end
+  out[#out+1] = a.period
+  out[#out+1] = math.floor(a.spent)
 end
-return 1
+return out
 """
 )
 

@@ -180,8 +180,9 @@ class SharedLimits:
                 if not admit.answer.done():
                     admit.answer.set_exception(LinkDown(str(error)))
             raise
-        for settle in settles:
+        for settle, answer in zip(settles, answers, strict=False):
             _settled(settle)
+            _learn(settle.accounts, answer)
         for admit, answer in zip(admits, answers[len(settles) :], strict=True):
             self._answer(admit, answer)
 
@@ -276,6 +277,16 @@ def _settled(op: _Settle) -> None:
         for account in op.accounts:
             account.num_shared -= 1
             account.reserved_shared -= op.reserved
+
+
+def _learn(accounts: Sequence[Account], answer: Sequence[int]) -> None:
+    """What is spent after a settlement; nothing where it had been settled before. Redis may forget it; the beat would
+    remind it."""
+    for account, period, spent in zip(accounts, answer[1::2], answer[2::2], strict=False):
+        if account.limits.budget_tokens and period >= account.period:
+            known = (account.base, account.spent) if period == account.period else (0, 0)
+            account.period, account.base = period, max(known[0], spent)
+            account.spent = max(known[1], account.base)
 
 
 def _numbers(account: Account) -> Words:

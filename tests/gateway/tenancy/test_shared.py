@@ -151,6 +151,23 @@ async def test_a_redis_that_lost_its_data_and_its_scripts_is_told_again(redis: R
         assert denied.limit is Limit.CONCURRENCY
 
 
+async def test_what_was_used_last_is_not_forgotten_with_redis(redis: RedisServer) -> None:
+    """The budget of requests that ended, with none begun since."""
+    async with party(redis, budget_tokens=1000) as one:
+        assert await one.admit("a", 100) is None
+        assert await one.admit("b", 500) is None
+        for name, used in (("a", 90), ("b", 400)):
+            one.settle(name, used)
+        await one.quiet()
+        redis.command("FLUSHALL")
+        account = f"warmgate:{{fleet}}:limits:{one.account.name}"
+        await until(lambda: redis.command("HGET", account, "spent") not in (b"$-1\r\n", b"$1\r\n0\r\n"))
+        assert redis.command("HGET", account, "spent") == b"$3\r\n490\r\n"
+        denied = await one.admit("c", 600)
+        assert denied is not None
+        assert denied.limit is Limit.BUDGET
+
+
 async def test_an_answer_that_was_lost_holds_no_place(redis: RedisServer, monkeypatch: pytest.MonkeyPatch) -> None:
     """Row 45: a frozen Redis still does what it was asked before, when whoever asked has given up."""
     monkeypatch.setattr("gateway.tenancy.shared.BEAT_S", 1e6)  # the next beat is the one after the failure
