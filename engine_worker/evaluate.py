@@ -8,12 +8,14 @@ missed. Without further arguments every format is compared that the device can d
 
 The bounds leave a margin to what the demo model showed on the text that comes along, 956 tokens, float32 on a CPU:
 
-    weights  int8 +0.6 %, 94.8 % agree    int4 +15.8 %, 73.4 %
+    weights  int8 +0.6 %, 94.8 % agree    int4 see below
     KV       int8 +0.1 %, 98.5 %    fp8 -0.5 %, 96.4 %    fp4 +5.1 %, 87.2 %    k8v4 +0.5 %, 96.1 %
 
 The demo model is small (135 million parameters) and small models lose most. Its weights come from a GGUF file in Q4_1,
 which is lossy already; everything here is relative to those weights in float32, that is, to the GGUF's own quality.
-A reading is good to about half a percent: fp8 does not improve a model.
+A reading is good to about half a percent: fp8 does not improve a model. int4 gives such weights back as they were, so
+that only its int8 head is left to see. Its bound is for weights on no grid: of the demo model with the columns of every
+linear in another order, quantized and put back, the perplexity rises by 14 to 17 % and 72 to 76 % agree (512 tokens).
 
 tests/engine_worker/model/test_quantize.py holds weights, and test_kv_quality.py caches, to these bounds on half the
 text. No test holds fp8 weights to theirs, as their products need a CUDA device: run this there.
@@ -33,7 +35,7 @@ from engine_worker.model.errors import ModelError
 
 TEXT = Path(__file__).parent / "model" / "evaluation.txt"
 # format -> (largest increase of the perplexity, least agreement), both as shares
-BOUNDS = {"int8": (0.01, 0.93), "int4": (0.18, 0.70), "fp8": (0.03, 0.92)}
+BOUNDS = {"int8": (0.01, 0.93), "int4": (0.22, 0.68), "fp8": (0.03, 0.92)}
 KV_BOUNDS = {"int8": (0.01, 0.96), "fp8": (0.01, 0.94), "fp4": (0.08, 0.85), "k8v4": (0.02, 0.93)}
 _CHUNK = 256
 

@@ -39,7 +39,7 @@ from engine_worker.model.threads import choose_num_threads
 if TYPE_CHECKING:
     from engine_worker.model.token_masks import TokenMasks
 
-_FORMAT = b"warmgate kv 1"  # goes up when cached keys and values change their meaning
+_FORMAT = b"warmgate kv 2"  # goes up when cached keys and values change their meaning
 
 
 def load_model(config: EngineConfig, progress: Callable[[str], None]) -> ModelRunner:

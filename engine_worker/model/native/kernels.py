@@ -4,7 +4,8 @@ Weights are laid out once (`PackedWeight`): panels of 32 output rows, so that th
 
 - float32: the values themselves.
 - int8: one float32 scale an output row, value = scale * q, q in -127 .. 127.
-- int4: one scale for `group` neighbours of a row, value = scale * q, q in -8 .. 7, two in a byte.
+- int4: a scale and a minimum for `group` neighbours of a row, value = scale * q + minimum, q in 0 .. 15, two in a byte.
+  Both are half floats, so that a weight takes 5 bits with groups of 32.
 
 Activations stay float32. Quantizing them, too, would let the products run on integer units, but language models have
 activation outliers: one scale a tensor, which is what torch's int8 kernels for CPUs use, multiplies the perplexity of
@@ -24,6 +25,7 @@ from torch import Tensor
 from engine_worker.model.kv_format import Rows
 from engine_worker.model.native.build import NativeUnavailable
 from engine_worker.model.native.cache import cache_struct
+from engine_worker.model.native.int4 import round_groups
 from engine_worker.model.native.library import Library, WeightStruct
 
 PANEL = 32
@@ -32,23 +34,28 @@ KINDS = {"float32": 0, "int8": 1, "int4": 2}
 
 @dataclass(frozen=True, slots=True)
 class Quantized:
-    """A weight [N, K] as integers and scales. int8: scales [N, 1]; int4: scales [N, K / group]; float32: no scales."""
+    """A weight [N, K] as numbers and what they are counted in.
+
+    float32: the values alone. int8: integers and scales [N, 1] in float32. int4: integers 0 .. 15, scales and minima
+    [N, K / group] in float16, where a scale may be negative.
+    """
 
     kind: str
     values: Tensor
     scales: Tensor | None
     group: int
+    minima: Tensor | None = None
 
     def dequantize(self) -> Tensor:
         """[N, K] in float32: what the products are defined by."""
         if self.scales is None:
             return self.values
-        groups = self.values.float().unflatten(1, (self.scales.shape[1], -1))
-        return (groups * self.scales[:, :, None]).flatten(1)
+        groups = self.values.float().unflatten(1, (self.scales.shape[1], -1)) * self.scales[:, :, None].float()
+        return (groups if self.minima is None else groups + self.minima[:, :, None].float()).flatten(1)
 
 
 def quantize(weight: Tensor, kind: str, group: int = 32) -> Quantized:
-    """Round to nearest, symmetrically. For int4 each group's scale is the one of several that errs least."""
+    """Round to nearest: int8 symmetrically, int4 as int4.py says. Raises ModelError for what int4 can't hold."""
     weight = weight.detach().float()
     if kind == "float32":
         return Quantized(kind, weight, None, 0)
@@ -57,23 +64,8 @@ def quantize(weight: Tensor, kind: str, group: int = 32) -> Quantized:
         return Quantized(kind, (weight / scales).round().to(torch.int8), scales, 0)
     assert kind == "int4", kind
     assert weight.shape[1] % group == 0
-    groups = weight.unflatten(1, (-1, group))  # [N, K / group, group]
-    # The number of largest size takes -8, so that all 16 values are used; then a short search for a better scale.
-    largest = groups.gather(2, groups.abs().argmax(2, keepdim=True))
-    base = largest / -8
-    base = torch.where(base.abs() < 1e-12, 1e-12, base)
-    best, best_error = base, torch.full_like(base, float("inf"))
-    for factor in (1.0, 0.95, 0.9, 0.85, 1.07):
-        scale = base * factor
-        rounded = (groups / scale).round().clamp(-8, 7)
-        # the scale that fits these integers best, by least squares
-        fitted = (groups * rounded).sum(2, keepdim=True) / rounded.square().sum(2, keepdim=True).clamp(min=1e-12)
-        error = (groups - fitted * rounded).square().sum(2, keepdim=True)
-        better = (error < best_error) & (fitted != 0)
-        best = torch.where(better, fitted, best)
-        best_error = torch.where(better, error, best_error)
-    rounded = (groups / best).round().clamp(-8, 7).to(torch.int8)
-    return Quantized(kind, rounded.flatten(1), best[:, :, 0].contiguous(), group)
+    values, scales, minima = round_groups(weight.unflatten(1, (-1, group)))
+    return Quantized(kind, values.flatten(1), scales, group, minima)
 
 
 class PackedWeight:
@@ -84,12 +76,14 @@ class PackedWeight:
         padding = -rows % PANEL
         values = F.pad(weight.values, (0, 0, 0, padding))
         if weight.kind == "int4":
-            pairs = (values + 8).to(torch.uint8)
-            values = pairs[:, 0::2] | pairs[:, 1::2] << 4  # [N, K / 2]
+            values = values[:, 0::2] | values[:, 1::2] << 4  # [N, K / 2]
         data = values.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()  # [panels, K, PANEL]
         scales = None
         if weight.scales is not None:
-            scales = F.pad(weight.scales, (0, 0, 0, padding))
+            scales = weight.scales
+            if weight.minima is not None:
+                scales = torch.stack((scales, weight.minima), 2).flatten(1)  # [N, K / group * 2]
+            scales = F.pad(scales, (0, 0, 0, padding))
             scales = scales.unflatten(0, (-1, PANEL)).transpose(1, 2).contiguous()
         self._set(
             (rows, cols), weight.kind, weight.group, data, scales, None if bias is None else bias.detach().float()
@@ -146,11 +140,12 @@ class PackedWeight:
         if self.kind == "float32":
             return packed
         assert self.scales is not None
-        scales = self.scales[panel, :, column]  # [..., 1] or [..., K / group]
+        scales = self.scales[panel, :, column]  # [..., 1] or [..., K / group * 2]
         if self.kind == "int8":
             return packed.float() * scales
-        values = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).float() - 8  # [..., K]
-        return (values.unflatten(-1, (scales.shape[-1], -1)) * scales[..., None]).flatten(-2)
+        scale, minimum = scales.float().unflatten(-1, (-1, 2))[..., None, :].unbind(-1)  # [..., K / group, 1]
+        values = torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2).float()  # [..., K]
+        return (values.unflatten(-1, (scale.shape[-2], -1)) * scale + minimum).flatten(-2)
 
 
 def _concatenate(panels: list[Tensor], rows: list[int], fills_panels: bool) -> Tensor:

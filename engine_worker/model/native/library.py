@@ -12,7 +12,7 @@ from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 
 from engine_worker.model.native import build
 
-_ABI = 2
+_ABI = 3
 
 
 class WeightStruct(ctypes.Structure):

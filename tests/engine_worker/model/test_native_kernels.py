@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from engine_worker.model.errors import ModelError
 from engine_worker.model.kv_format import DENSE, FP4, INT8, K8V4, KVFormat, Rows
 from engine_worker.model.kv_tensors import KVTensors, LayerShape
 from engine_worker.model.native import build, kernels
@@ -15,6 +16,7 @@ from engine_worker.model.native.build import NativeUnavailable
 from engine_worker.model.native.kernels import HeadNorm, PackedWeight, quantize
 from engine_worker.model.native.library import Library
 from engine_worker.model.native_linear import join
+from engine_worker.model.quantize import QuantizedLinear
 from tests.engine_worker.model.native import INSTRUCTION_SETS, library_for
 
 pytestmark = pytest.mark.engine
@@ -115,6 +117,60 @@ def test_quantized_weights_are_near_the_dense_ones() -> None:
     zeros = torch.zeros(4, 64)
     for kind in ("int8", "int4"):
         assert torch.equal(quantize(zeros, kind).dequantize(), zeros)
+
+
+def _square_error(weight: torch.Tensor, found: torch.Tensor) -> torch.Tensor:
+    return (weight - found).square().unflatten(1, (-1, 32)).sum(2)
+
+
+@pytest.mark.parametrize("minimum", ["free", "symmetric"])
+def test_int4_gives_back_what_was_on_such_a_grid(minimum: str) -> None:
+    """As a GGUF file in Q4_1 or Q4_0 has it: scales in half floats, with the ends of the grid in use."""
+    integers = torch.randint(0, 16, (40, 3, 32), generator=torch.Generator().manual_seed(1)).float()
+    integers[..., 5], integers[..., 20] = 0, 15
+    scales = (random(40, 3, 1) / 100).half().float()
+    if minimum == "free":
+        weight = integers * scales.abs() + random(40, 3, 1, seed=2).half().float()
+    else:
+        weight = (integers - 8) * scales
+    assert torch.equal(quantize(weight.flatten(1), "int4").dequantize(), weight.flatten(1))
+
+
+@pytest.mark.parametrize("shape", ["normal", "tails", "one side", "equal"])
+def test_int4_errs_no_more_than_plain_rounding_in_any_group(shape: str) -> None:
+    x = random(64, 256)
+    weight = {"normal": x, "tails": x**3, "one side": x.abs() + 3, "equal": x[:, :1].expand(64, 256)}[shape]
+    groups = weight.unflatten(1, (-1, 32))
+    low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
+    largest = torch.where(high > -low, high, low)
+    grids = [((high - low) / 15, low)] + [(largest / -8 * f, largest * f) for f in (1.0, 0.9)]
+    found = _square_error(weight, quantize(weight, "int4").dequantize())
+    for scale, minimum in ((a.half().float(), b.half().float()) for a, b in grids):
+        plain = ((groups - minimum) / scale.where(scale != 0, 1.0)).round().clamp(0, 15) * scale + minimum
+        assert (found <= _square_error(weight, plain.flatten(1)) * (1 + 1e-5) + 1e-12).all()
+    if shape == "normal":  # rounding from least to largest errs by 8.0 %
+        assert (found.sum() / weight.square().sum()).sqrt() < 0.075
+
+
+@pytest.mark.parametrize("bad", [1e5, float("inf"), float("nan")])
+def test_int4_refuses_what_half_floats_cannot_hold(bad: float) -> None:
+    weight = random(3, 64)
+    weight[1, 40] = bad
+    with pytest.raises(ModelError, match="half floats, or not finite"):
+        quantize(weight, "int4")
+
+
+@pytest.mark.parametrize("kind", ["int8", "int4"])
+def test_the_layer_without_kernels_holds_the_same_weights(kind: str) -> None:
+    linear = torch.nn.Linear(96, 40)
+    layer = QuantizedLinear(linear, kind)
+    expected = quantize(linear.weight, kind)
+    assert torch.equal(layer.dequantize(), expected.dequantize())
+    ids = torch.tensor([[3, 39], [0, 3]])
+    assert torch.equal(layer.rows(ids), expected.dequantize()[ids])
+    x = random(5, 96)
+    with torch.inference_mode():
+        assert_close(layer(x), kernels.linear_twin(x, expected, linear.bias))
 
 
 @pytest.mark.parametrize("n", [16, 48, 37, 576])

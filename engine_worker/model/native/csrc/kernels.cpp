@@ -14,7 +14,7 @@ struct Layer {
 
 extern "C" {
 
-int64_t wg_abi() { return 2; }
+int64_t wg_abi() { return 3; }
 
 void wg_rms_norm(float* x, const float* delta, const float* weight, float eps, float* out, int64_t rows, int64_t n) {
   rms_norm(x, delta, weight, eps, out, rows, n, n, n);

@@ -1,4 +1,4 @@
-// y = x w^T for a weight that was laid out once: float32, 8-bit with a scale a row, or 4-bit with scales a group.
+// y = x w^T for a weight that was laid out once: float32, 8-bit with a scale a row, or 4-bit with scale and minimum a group.
 //
 // The weight [N, K] is cut into panels of 32 output columns, each stored as K rows of 32. A register tile of up to
 // MAX_ROWS rows of x by one panel runs over all of K; the panel comes from memory once and from the second-level cache
@@ -14,6 +14,7 @@
 
 constexpr int PANEL = 32;      // columns of a panel; the layout's, known to native/kernels.py
 constexpr int WIDE_ROWS = 24;
+constexpr int FEW_ROWS = 4;    // of a tile: up to here scales are applied to sums of products
 constexpr int STREAMS = MAX_ROWS >= 12 ? 6 : 2;  // panels that a single row is multiplied by at once
 constexpr int64_t SUM_LENGTH = 256;
 constexpr int64_t CHUNK_FLOATS = 1 << 17;  // of x, while the panels pass
@@ -22,10 +23,11 @@ constexpr int64_t MAX_PANEL_AHEAD = 1 << 17;  // floats: half a megabyte
 
 enum Kind : int32_t { F32 = 0, I8 = 1, I4 = 2 };
 
-// As native/kernels.py fills it. scales: [N padded] for I8; [panels, K / group, PANEL] for I4. bias may be null.
+// As native/kernels.py fills it. bias may be null. scales: float [N padded] for I8; half [panels, K / group, 2, PANEL] for
+// I4, of each group first the scales and then the minima.
 struct Weight {
   const void* data;
-  const float* scales;
+  const void* scales;
   const float* bias;
   int64_t rows, cols;  // N, K
   int32_t kind, group;
@@ -34,7 +36,7 @@ struct Weight {
 
 // Scratch that each thread keeps between calls.
 INLINE float* scratch(int which, size_t floats) {
-  static thread_local std::vector<float> buffers[9];
+  static thread_local std::vector<float> buffers[10];
   std::vector<float>& buffer = buffers[which];
   if (buffer.size() < floats + W) buffer.resize(floats + W);
   uintptr_t address = (uintptr_t)buffer.data();
@@ -60,9 +62,9 @@ struct Tile {
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) acc[r][0] = acc[r][0] + other.acc[r][0], acc[r][1] = acc[r][1] + other.acc[r][1];
   }
-  MEMBER void scale(V s0, V s1) {
+  MEMBER void add_scaled(const Tile& other, V s0, V s1) {
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++) acc[r][0] = acc[r][0] * s0, acc[r][1] = acc[r][1] * s1;
+    for (int r = 0; r < R; r++) acc[r][0] = fma(other.acc[r][0], s0, acc[r][0]), acc[r][1] = fma(other.acc[r][1], s1, acc[r][1]);
   }
 };
 
@@ -120,14 +122,25 @@ INLINE void multiply_i8(Tile<R>& tile, const float* a, int64_t stride, int64_t n
   }
 }
 
+INLINE int64_t groups_of(const Weight& w) { return (w.cols + w.group - 1) / w.group; }
+INLINE const uint16_t* group_scales(const Weight& w, int64_t panel) {
+  return (const uint16_t*)w.scales + panel * groups_of(w) * 2 * PANEL;
+}
+
 // Rows 2 j and 2 j + 1 of the panel share bytes [PANEL]: the even one in the low halves. `group` is even.
+//
+// A weight is scale * q + minimum. With few rows the products are those of q alone, and a group adds scale * (their sum)
+// + minimum * (the sum of its x), which is in `sums` [K / group, R]. With more, weights are widened as they are used.
 template <int R>
-INLINE void multiply_i4(Tile<R>& tile, const float* a, int64_t stride, int64_t next, const uint8_t* w,
-                        const float* scales, int64_t k, int64_t group) {
-  for (int64_t g = 0; g < k; g += group, scales += PANEL) {
-    V s0 = load(scales), s1 = load(scales + W);
-    Tile<R> part;
+INLINE void multiply_i4(Tile<R>& tile, const float* a, const float* sums, int64_t next, const uint8_t* w,
+                        const uint16_t* scales, int64_t k, int64_t group) {
+  constexpr bool SPLITS = R <= (MAX_ROWS >= 12 ? 2 : 1);  // as in multiply; registers allow
+  for (int64_t g = 0; g < k; g += group, scales += 2 * PANEL, sums += R) {
+    V s0 = load_half(scales), s1 = load_half(scales + W);
+    V m0 = load_half(scales + PANEL), m1 = load_half(scales + PANEL + W);
+    Tile<R> part, odd;
     part.clear();
+    odd.clear();
     int64_t end = g + group < k ? g + group : k;
     for (int64_t i = g; i < end; i += 2) {
       V low0, high0, low1, high1;
@@ -135,19 +148,40 @@ INLINE void multiply_i4(Tile<R>& tile, const float* a, int64_t stride, int64_t n
       __builtin_prefetch(p + 1024);
       load_i4(p, low0, high0);
       load_i4(p + W, low1, high1);
-      if (R <= 4) {
-        part.step(a + i * next, stride, low0, low1);
-        part.step(a + (i + 1) * next, stride, high0, high1);
+      if (R <= FEW_ROWS) {
+        part.step(a + i * next, 1, low0, low1);
+        (SPLITS ? odd : part).step(a + (i + 1) * next, 1, high0, high1);
       } else {
-        tile.step(a + i * next, stride, low0 * s0, low1 * s1);
-        tile.step(a + (i + 1) * next, stride, high0 * s0, high1 * s1);
+        tile.step(a + i * next, 1, fma(low0, s0, m0), fma(low1, s1, m1));
+        tile.step(a + (i + 1) * next, 1, fma(high0, s0, m0), fma(high1, s1, m1));
       }
     }
-    if (R <= 4) {
-      part.scale(s0, s1);
-      tile.add(part);
+    if (R <= FEW_ROWS) {
+      if (SPLITS) part.add(odd);
+      tile.add_scaled(part, s0, s1);
+      tile.step(sums, 1, m0, m1);
     }
   }
+}
+
+// The sums of x over each group, [tile][K / group][rows of the tile], for x [m, K] cut into `tiles` as matmul does.
+static float* sum_groups(const Weight& w, const float* x, int64_t m, int64_t tiles) {
+  const int64_t groups = groups_of(w);
+  float* sums = scratch(9, (size_t)m * groups);
+  for (int64_t t = 0; t < tiles; t++) {
+    int64_t first = m * t / tiles, rows = m * (t + 1) / tiles - first;
+    for (int64_t r = 0; r < rows; r++)
+      for (int64_t g = 0; g < groups; g++) {
+        const float* from = x + (first + r) * w.cols + g * w.group;
+        int64_t n = std::min<int64_t>(w.group, w.cols - g * w.group), i = 0;
+        V total = set1(0);
+        for (; i + W <= n; i += W) total = total + load(from + i);
+        float rest = 0;
+        for (; i < n; i++) rest += from[i];
+        sums[first * groups + g * rows + r] = sum(total) + rest;
+      }
+  }
+  return sums;
 }
 
 // The float32 values of one panel, without its rows' 8-bit scales (they are applied to the result).
@@ -158,14 +192,16 @@ INLINE void widen_panel(const Weight& w, int64_t panel, float* out) {
     return;
   }
   const uint8_t* p = (const uint8_t*)w.data + panel * (w.cols / 2) * PANEL;
-  const float* scales = w.scales + panel * ((w.cols + w.group - 1) / w.group) * PANEL;
-  for (int64_t k = 0; k < w.cols; k += 2) {
-    const float* s = scales + (k / w.group) * PANEL;
+  const uint16_t* scales = group_scales(w, panel);
+  for (int64_t g = 0; g < w.cols; g += w.group, scales += 2 * PANEL) {
+    int64_t end = std::min<int64_t>(g + w.group, w.cols);
     for (int half = 0; half < PANEL; half += W) {
-      V low, high, factor = load(s + half);
-      load_i4(p + (k / 2) * PANEL + half, low, high);
-      store(out + k * PANEL + half, low * factor);
-      store(out + (k + 1) * PANEL + half, high * factor);
+      V low, high, factor = load_half(scales + half), least = load_half(scales + PANEL + half);
+      for (int64_t k = g; k < end; k += 2) {
+        load_i4(p + (k / 2) * PANEL + half, low, high);
+        store(out + k * PANEL + half, fma(low, factor, least));
+        store(out + (k + 1) * PANEL + half, fma(high, factor, least));
+      }
     }
   }
 }
@@ -173,7 +209,8 @@ INLINE void widen_panel(const Weight& w, int64_t panel, float* out) {
 // Scale, bias and store the 32 columns of one row of y.
 INLINE void finish(const Weight& w, int64_t panel, V low, V high, float* y, bool accumulate) {
   const int64_t first = panel * PANEL, width = w.rows - first;
-  if (w.kind == I8) low = low * load(w.scales + first), high = high * load(w.scales + first + W);
+  const float* scales = (const float*)w.scales + first;
+  if (w.kind == I8) low = low * load(scales), high = high * load(scales + W);
   if (width >= PANEL) {
     float* out = y + first;
     if (w.bias) low = low + load(w.bias + first), high = high + load(w.bias + first + W);
@@ -190,8 +227,8 @@ INLINE void finish(const Weight& w, int64_t panel, V low, V high, float* y, bool
 }
 
 template <int R>
-static void run_tile(const Weight& w, int64_t panel, const float* wide, const float* a, int64_t next, float* y,
-                     int64_t pitch, bool accumulate, Ahead ahead) {
+static void run_tile(const Weight& w, int64_t panel, const float* wide, const float* a, const float* sums, int64_t next,
+                     float* y, int64_t pitch, bool accumulate, Ahead ahead) {
   Tile<R> tile;
   tile.clear();
   const float* plain = wide ? wide : w.kind == F32 ? (const float*)w.data + panel * w.cols * PANEL : nullptr;
@@ -208,8 +245,8 @@ static void run_tile(const Weight& w, int64_t panel, const float* wide, const fl
       tile.add(part);
     }
   } else
-    multiply_i4<R>(tile, a, 1, next, (const uint8_t*)w.data + panel * (w.cols / 2) * PANEL,
-                   w.scales + panel * ((w.cols + w.group - 1) / w.group) * PANEL, w.cols, w.group);
+    multiply_i4<R>(tile, a, sums, next, (const uint8_t*)w.data + panel * (w.cols / 2) * PANEL, group_scales(w, panel),
+                   w.cols, w.group);
   for (int r = 0; r < R; r++) finish(w, panel, tile.acc[r][0], tile.acc[r][1], y + r * pitch, accumulate);
 }
 
@@ -243,7 +280,8 @@ INLINE void run_row(const Weight& w, int64_t panel, const float* x, float* y, bo
   for (int p = 0; p < STREAMS; p++) finish(w, panel + p, total[p][0], total[p][1], y, accumulate);
 }
 
-typedef void (*TileFunction)(const Weight&, int64_t, const float*, const float*, int64_t, float*, int64_t, bool, Ahead);
+typedef void (*TileFunction)(const Weight&, int64_t, const float*, const float*, const float*, int64_t, float*, int64_t,
+                             bool, Ahead);
 
 template <int R>
 INLINE TileFunction pick_tile(int rows) {
@@ -283,6 +321,7 @@ static void matmul(const Weight& w, const float* x, int64_t m, float* y, int64_t
         for (int64_t i = 0; i < k; i++) out[i * rows + r] = from[(first + r) * k + i];
     }
     const bool widen = w.kind != F32 && size >= WIDE_ROWS;
+    const float* sums = w.kind == I4 && size / tiles <= FEW_ROWS && !widen ? sum_groups(w, from, size, tiles) : nullptr;
     const int64_t together = size == 1 && w.kind != I4 ? panels / STREAMS * STREAMS : 0;
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
     for (int64_t panel = 0; panel < together; panel += STREAMS) {
@@ -297,8 +336,8 @@ static void matmul(const Weight& w, const float* x, int64_t m, float* y, int64_t
       if (wide) widen_panel(w, panel, wide);
       for (int64_t t = 0; t < tiles; t++) {
         int64_t first = size * t / tiles, rows = size * (t + 1) / tiles - first;
-        pick_tile<MAX_ROWS>((int)rows)(w, panel, wide, packed ? packed + first * k : from, rows,
-                                       y + (begin + first) * pitch, pitch, accumulate, next_panel(w, panel, t, tiles));
+        pick_tile<MAX_ROWS>((int)rows)(w, panel, wide, packed ? packed + first * k : from,
+                                       sums ? sums + first * groups_of(w) : nullptr, rows, y + (begin + first) * pitch, pitch, accumulate, next_panel(w, panel, t, tiles));
       }
     }
   }

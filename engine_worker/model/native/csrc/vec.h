@@ -36,9 +36,11 @@ INLINE float top(V a) { return _mm512_reduce_max_ps(a.v); }
 INLINE V load_i8(const int8_t* p) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))};
 }
-// 16 bytes, two 4-bit numbers each, as -8 .. 7: `low` those in the low halves.
+// Sixteen numbers in half precision, of finite size.
+INLINE V load_half(const uint16_t* p) { return {_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i*)p))}; }
+// 16 bytes, two 4-bit numbers each, as 0 .. 15: `low` those in the low halves.
 INLINE void load_i4(const uint8_t* p, V& low, V& high) {
-  const __m512 table = _mm512_setr_ps(-8, -7, -6, -5, -4, -3, -2, -1, 0, 1, 2, 3, 4, 5, 6, 7);
+  const __m512 table = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
   __m512i both = _mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i*)p));
   low = {_mm512_permutexvar_ps(both, table)};  // only the low four bits choose
   high = {_mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), table)};
@@ -86,10 +88,18 @@ INLINE V load_i8(const int8_t* p) {
   __m128i x = _mm_loadu_si128((const __m128i*)p);
   return {widen(x), widen(_mm_srli_si128(x, 8))};
 }
+// By integers and a product, so that no processor without F16C is left out: a half's bits, moved into a float's places,
+// are its value by 2^-112.
+INLINE __m256 widen_half(const uint16_t* p) {
+  __m256i bits = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i*)p));
+  __m256i size = _mm256_slli_epi32(_mm256_and_si256(bits, _mm256_set1_epi32(0x7fff)), 13);
+  __m256i sign = _mm256_slli_epi32(_mm256_and_si256(bits, _mm256_set1_epi32(0x8000)), 16);
+  return _mm256_or_ps(_mm256_mul_ps(_mm256_castsi256_ps(size), _mm256_set1_ps(0x1p112f)), _mm256_castsi256_ps(sign));
+}
+INLINE V load_half(const uint16_t* p) { return {widen_half(p), widen_half(p + 8)}; }
 INLINE void load_i4(const uint8_t* p, V& low, V& high) {
-  __m128i both = _mm_loadu_si128((const __m128i*)p), mask = _mm_set1_epi8(15), eight = _mm_set1_epi8(8);
-  __m128i l = _mm_sub_epi8(_mm_and_si128(both, mask), eight);
-  __m128i h = _mm_sub_epi8(_mm_and_si128(_mm_srli_epi16(both, 4), mask), eight);
+  __m128i both = _mm_loadu_si128((const __m128i*)p), mask = _mm_set1_epi8(15);
+  __m128i l = _mm_and_si128(both, mask), h = _mm_and_si128(_mm_srli_epi16(both, 4), mask);
   low = {widen(l), widen(_mm_srli_si128(l, 8))};
   high = {widen(h), widen(_mm_srli_si128(h, 8))};
 }
@@ -122,8 +132,17 @@ INLINE V scale2(V a, V n) { EACH(std::ldexp(a.x[i], (int)n.x[i])); }
 INLINE float sum(V a) { float s = 0; for (int i = 0; i < W; i++) s += a.x[i]; return s; }
 INLINE float top(V a) { float m = a.x[0]; for (int i = 1; i < W; i++) m = m > a.x[i] ? m : a.x[i]; return m; }
 INLINE V load_i8(const int8_t* p) { EACH((float)p[i]); }
+INLINE float widen_half(uint32_t bits) {
+  uint32_t size = (bits & 0x7fff) << 13, sign = (bits & 0x8000) << 16;
+  float x;
+  std::memcpy(&x, &size, 4), x *= 0x1p112f;
+  std::memcpy(&size, &x, 4), size |= sign;
+  std::memcpy(&x, &size, 4);
+  return x;
+}
+INLINE V load_half(const uint16_t* p) { EACH(widen_half(p[i])); }
 INLINE void load_i4(const uint8_t* p, V& low, V& high) {
-  for (int i = 0; i < W; i++) low.x[i] = (float)(p[i] & 15) - 8, high.x[i] = (float)(p[i] >> 4) - 8;
+  for (int i = 0; i < W; i++) low.x[i] = (float)(p[i] & 15), high.x[i] = (float)(p[i] >> 4);
 }
 INLINE V load_e2m1(const uint8_t* p) {
   const float table[16] = {0, 0.5f, 1, 1.5f, 2, 3, 4, 6, 0, -0.5f, -1, -1.5f, -2, -3, -4, -6};
