@@ -18,12 +18,14 @@ either all of them are compiled or none.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import importlib.machinery
 import importlib.util
 import os
 import platform
 import shutil
+import stat
 import subprocess
 import sys
 import tempfile
@@ -52,6 +54,7 @@ MODULES = (
     "policies.warm",
 )
 VARIABLE = "WARMGATE_COMPILED"
+_NO = ("0", "false", "no", "off")
 _BUILD_LIMIT_S = 900.0
 _SUFFIX = importlib.machinery.EXTENSION_SUFFIXES[0]
 _SETUP = """
@@ -83,9 +86,12 @@ def digest() -> str:
 
 
 def folder(cache: Path | None = None) -> Path:
-    """Where the build of the sources as they are is, or would be."""
+    """Where the build of the sources as they are is, or would be. Raises CannotBuild where there is no place for it."""
     if cache is None:
-        cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "warmgate"
+        try:
+            cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "warmgate"
+        except RuntimeError:
+            raise CannotBuild("this user has no home folder for a cache; set XDG_CACHE_HOME") from None
     return cache / "compiled" / digest()
 
 
@@ -98,16 +104,32 @@ def activate(cache: Path | None = None) -> bool:
     build that is missing; whether they are compiled is the answer."""
     if is_active():
         return True
-    if os.environ.get(VARIABLE) == "0" or any(module in sys.modules for module in MODULES):
+    if os.environ.get(VARIABLE, "").lower() in _NO or any(module in sys.modules for module in MODULES):
         return False
     try:
-        files = {path.name.removesuffix(_SUFFIX): path for path in folder(cache).iterdir()}
-    except OSError:
+        where = folder(cache)
+        files = {path.name.removesuffix(_SUFFIX): path for path in where.iterdir()}
+    except (OSError, CannotBuild):
         return False
     if not files.keys() >= set(MODULES):
         return False
+    try:
+        _check(where, files)
+    except OSError as error:
+        print(f"warmgate: the compiled modules in {where} are not used: {error}.", file=sys.stderr)
+        return False
     sys.meta_path.insert(0, _Finder(files))
     return True
+
+
+def _check(where: Path, files: dict[str, Path]) -> None:
+    """Raises OSError for libraries that others may have put there, or that this system can't load (made on another one,
+    or cut off): their import would fail in the midst of the others."""
+    found = where.stat()
+    if found.st_uid not in (0, os.getuid()) or found.st_mode & stat.S_IWOTH:
+        raise OSError("others may write there")
+    for library in files.values():
+        ctypes.CDLL(str(library))
 
 
 class _Finder(MetaPathFinder):

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import asyncio
 import fcntl
+import logging
 import os
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from engine_worker.contract.errors import ApiError
 from gateway.observe.merge import Tally, merged
 from gateway.processes import Place
 
+_log = logging.getLogger("warmgate")
 OWN = "own"
 _ANSWER_S = 2.0
 _PID_HEADER = "x-warmgate-pid"
@@ -78,13 +80,24 @@ def pid_header() -> dict[str, str]:
 
 
 def _with_tally(path: Path, texts: dict[int, tuple[int, str]]) -> bytes:
-    with open(path, "a+b") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
-        file.seek(0)
-        stored = file.read()
-        tally = _TALLY.decode(stored) if stored else Tally()
-        text = merged(texts, tally)
-        file.seek(0)
-        file.truncate()
-        file.write(msgspec.json.encode(tally))
+    """A disk that is full costs what dead processes had counted, not the figures of those that live."""
+    try:
+        with open(path, "a+b") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            file.seek(0)
+            tally = _stored(file.read())
+            text = merged(texts, tally)
+            file.seek(0)
+            file.truncate()
+            file.write(msgspec.json.encode(tally))
+    except OSError as error:
+        _log.warning("what processes had counted can't be kept in %s: %s", path, error.strerror)
+        text = merged(texts, Tally())
     return text.encode()
+
+
+def _stored(data: bytes) -> Tally:
+    try:
+        return _TALLY.decode(data) if data else Tally()
+    except msgspec.DecodeError:  # cut off: its writer was killed, or the disk was full
+        return Tally()

@@ -44,8 +44,38 @@ def test_without_a_build_it_runs_as_python(tmp_path: Path) -> None:
     assert answer[1].endswith(".py")
 
 
-def test_a_build_can_be_switched_off() -> None:
-    assert run("from gateway import compiled; print(compiled.activate())", WARMGATE_COMPILED="0").stdout == "False\n"
+@pytest.mark.parametrize("value", ["0", "false", "off"])
+def test_a_build_can_be_switched_off(value: str) -> None:
+    code = "from gateway import compiled; compiled.folder = None; print(compiled.activate())"
+    assert run(code, WARMGATE_COMPILED=value).stdout == "False\n"
+
+
+@pytest.mark.parametrize("mode", [0o755, 0o777])
+def test_a_build_that_cannot_be_loaded_or_trusted_is_none(tmp_path: Path, mode: int) -> None:
+    """Made on another system, cut off, or where anybody may put one."""
+    folder = compiled.folder(tmp_path / "warmgate")
+    folder.mkdir(parents=True)
+    for module in compiled.MODULES:
+        (folder / f"{module}{compiled._SUFFIX}").write_bytes(b"")
+    folder.chmod(mode)
+    code = "from gateway import compiled\nprint(compiled.activate())\nimport policies.fleet as it\nprint(it.__file__)"
+    done = run(code, XDG_CACHE_HOME=str(tmp_path))
+    assert done.stdout.split()[:1] == ["False"]
+    assert done.stdout.split()[1].endswith(".py")
+    assert str(folder) in done.stderr
+
+
+def test_without_a_home_there_is_no_build(monkeypatch: pytest.MonkeyPatch) -> None:
+    def homeless() -> Path:
+        raise RuntimeError("Could not determine home directory.")
+
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.setattr(Path, "home", homeless)
+    with pytest.raises(compiled.CannotBuild, match="XDG_CACHE_HOME"):
+        compiled.build()
+    code = "import os, pwd\nfrom pathlib import Path\nfrom gateway import compiled\n"
+    code += "def homeless(): raise RuntimeError\nPath.home = homeless\nos.environ.pop('XDG_CACHE_HOME', None)\n"
+    assert run(code + "print(compiled.activate())").stdout == "False\n"
 
 
 def test_modules_that_are_imported_already_stay_what_they_are() -> None:

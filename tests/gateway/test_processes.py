@@ -7,6 +7,7 @@ import os
 import re
 import signal
 from collections.abc import Iterator
+from pathlib import Path
 
 import httpx
 import pytest
@@ -14,6 +15,7 @@ import pytest
 from gateway.observe.merge import Tally, merged
 from gateway.processes import share_of
 from gateway.server import main
+from gateway.siblings import _with_tally
 from tests.support.processes import Process, free_ports, python
 from tests.support.redis_server import RedisServer
 
@@ -65,6 +67,15 @@ def test_figures_add_up_or_agree_and_never_fall() -> None:
     again = merged({0: (10, exposition(5, 1, 1)), 1: (12, exposition(1, 0, 1))}, tally)
     assert value(again, "warmgate_requests_total") == 10
     assert value(again, "warmgate_ttft_seconds_count") == 10
+
+
+def test_a_tally_that_is_cut_off_or_cannot_be_kept_costs_no_figures(tmp_path: Path) -> None:
+    path = tmp_path / "tally.json"
+    path.write_bytes(b'{"last":{"0":{"pid":1,"cou')
+    for where in (path, path, tmp_path / "missing" / "tally.json"):
+        text = _with_tally(where, {0: (10, exposition(5, 1, 1))}).decode()
+        assert value(text, "warmgate_requests_total") == 5
+    assert b'"pid":10' in path.read_bytes()
 
 
 @contextlib.contextmanager
