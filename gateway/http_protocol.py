@@ -10,9 +10,11 @@ from __future__ import annotations
 
 import asyncio
 import urllib.parse
+from collections import deque
 from typing import Any
 
 import httptools
+from uvicorn.protocols.http.flow_control import FlowControl
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol, RequestResponseCycle
 
 from engine_worker.contract.errors import ApiError
@@ -21,6 +23,19 @@ from gateway.cycle import Connection, Cycle
 LINGER_S = 5.0
 _MAX_PATHS = 256
 _MAX_PATH_BYTES = 128
+
+
+class _Flow(FlowControl):
+    """Reads nothing more while requests wait for their turn, or one connection could have us keep any number of them:
+    uvicorn reads on for each answer, and for each request that is looked at."""
+
+    def __init__(self, transport: asyncio.Transport, waiting: deque[Any]) -> None:
+        super().__init__(transport)
+        self._waiting = waiting
+
+    def resume_reading(self) -> None:
+        if not self._waiting:
+            super().resume_reading()
 
 
 class GatewayProtocol(HttpToolsProtocol):
@@ -39,6 +54,7 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
+        self.flow = _Flow(transport, self.pipeline)
         self._connection = Connection(transport.abort, self._close)
         self._extensions = {"warmgate.connection": self._connection}
         self._active_at = self.loop.time()
@@ -196,9 +212,10 @@ class GatewayProtocol(HttpToolsProtocol):
         if self.transport.is_closing() or self._linger_timer is not None:
             return
         self._active_at = self.loop.time()
+        waiting = self.pipeline.pop() if self.pipeline else None
         self.flow.resume_reading()
-        if self.pipeline:
-            self._start_asgi_task(*self.pipeline.pop())
+        if waiting is not None:
+            self._start_asgi_task(*waiting)
 
     def pause_writing(self) -> None:
         super().pause_writing()
@@ -231,6 +248,9 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def _headers_late(self) -> None:
         self._header_timer = None
+        if self.flow.read_paused:  # they may be there: it is we who don't read
+            self._header_timer = self.loop.call_later(self.header_s, self._headers_late)
+            return
         self._refuse(ApiError(408, "The request's headers did not arrive in time."))
 
     def send_400_response(self, msg: str) -> None:
@@ -271,4 +291,5 @@ class GatewayProtocol(HttpToolsProtocol):
         elif self._linger_timer is None and not self.transport.is_closing():
             self.transport.write_eof()
             self._linger_timer = self.loop.call_later(LINGER_S, self.transport.abort)
+            self.pipeline.clear()
             self.flow.resume_reading()

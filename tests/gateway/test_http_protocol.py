@@ -40,6 +40,30 @@ async def test_pipelined_requests_are_answered_in_order():
         assert answer.index(b"x-request-id: one") < answer.index(b"x-request-id: two")
 
 
+async def test_requests_that_wait_for_their_turn_are_bounded():
+    """However many a client sends ahead, only what one read brings is kept."""
+    async with gateway(Replica()) as running:
+        count = 400
+        one = b"GET /ready HTTP/1.1\r\nhost: x\r\nx-pad: " + b"x" * 8000 + b"\r\n\r\n"
+        reader, writer = await asyncio.open_connection("127.0.0.1", running.port)
+        async with asyncio.timeout(HANG_GUARD_S):
+            sending = asyncio.create_task(_send(writer, one * count))
+            most = 0
+            for _ in range(count):
+                assert await reader.readline() == b"HTTP/1.1 200 OK\r\n"
+                await reader.readuntil(b'{"ready":true}')
+                waiting = [len(c.pipeline) for c in running._server.server_state.connections]  # type: ignore[union-attr]
+                most = max(most, *waiting)
+            await sending
+        assert most <= 256 * 1024 // 8000 + 1
+        writer.close()
+
+
+async def _send(writer: asyncio.StreamWriter, data: bytes) -> None:
+    writer.write(data)
+    await writer.drain()
+
+
 async def test_expect_100_continue_is_answered_before_the_body_comes():
     """Row 33."""
     async with gateway(Replica()) as running:
