@@ -181,8 +181,17 @@ class Answer:
         await self._send({"type": "http.response.body", "body": data, "more_body": False})
 
     async def whole(self, status: int, headers: Headers, body: bytes) -> None:
-        await self.start(status, [*headers, (b"content-length", b"%d" % len(body))])
-        await self.end(body)
+        headers = [*headers, (b"content-length", b"%d" % len(body))]
+        cycle = self._cycle
+        if cycle is None or cycle.is_paused:
+            await self.start(status, headers)
+            await self.end(body)
+            return
+        assert not self.started  # nothing to wait for: the usual case, without the coroutines of the one above
+        self.started = self.completed = True
+        self.status = status
+        cycle.begin(status, headers + self.headers)
+        cycle.finish(body)
 
     async def error(self, error: ApiError) -> None:
         """A response of its own before the status line, an event that ends the stream after it."""

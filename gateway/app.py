@@ -10,7 +10,7 @@ import asyncio
 import contextlib
 import re
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from starlette.applications import Starlette
@@ -147,29 +147,26 @@ class Gateway:
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         await self._serve(scope, receive, send)
 
-    async def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> None:
+    def _dispatch(self, scope: Scope, receive: Receive, send: Send) -> Awaitable[None]:
+        """To be awaited at once. (Not a coroutine itself, nor is `_hot`: every request would pay for them.)"""
         if scope["type"] == "http":
             hot = HOT_ROUTES.get(scope["path"])
             if hot is None or scope["method"] != "POST":
-                await self._other(scope, receive, send)
-            else:
-                await self._hot(scope, receive, send, hot)
-        elif scope["type"] == "lifespan":
-            await self._lifespan(receive, send)
-        else:
-            raise RuntimeError(f"{scope['type']} connections are not served")
+                return self._other(scope, receive, send)
+            return self._hot(scope, receive, send, hot)
+        if scope["type"] == "lifespan":
+            return self._lifespan(receive, send)
+        raise RuntimeError(f"{scope['type']} connections are not served")
 
-    async def _hot(self, scope: Scope, receive: Receive, send: Send, route: HotRoute) -> None:
+    def _hot(self, scope: Scope, receive: Receive, send: Send, route: HotRoute) -> Awaitable[None]:
         assert self._proxy is not None, "requests come after lifespan's startup"
         if not route.api:
-            await self._proxy(scope, receive, send, route.endpoint, route.path)
-            return
+            return self._proxy(scope, receive, send, route.endpoint, route.path)
         if route.api == "count_tokens":
             assert self._counter is not None
-            await self._counter(scope, receive, send)
-            return
+            return self._counter(scope, receive, send)
         translation = ResponsesTranslation(self.responses) if route.api == "responses" else MessagesTranslation()
-        await self._proxy(scope, receive, send, route.endpoint, route.path, translation)
+        return self._proxy(scope, receive, send, route.endpoint, route.path, translation)
 
     def _room(self) -> Callable[[str], int] | None:
         """How many requests for a model the fleet should have at once, where anybody wants to know."""

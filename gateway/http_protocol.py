@@ -132,7 +132,9 @@ class GatewayProtocol(HttpToolsProtocol):
         if self._is_repeating:
             return
         self.url += url
-        self._count(len(url))
+        self._header_bytes += len(url)
+        if self._header_bytes > self.header_limit:
+            raise ValueError("URL too large")
 
     def on_header(self, name: bytes, value: bytes) -> None:
         if self._is_repeating:
@@ -142,10 +144,7 @@ class GatewayProtocol(HttpToolsProtocol):
             self.expect_100_continue = True
         if self._in_head:  # what a chunked body has behind it says nothing that is asked of headers
             self.headers.append((name, value))
-        self._count(len(name) + len(value))
-
-    def _count(self, num_bytes: int) -> None:
-        self._header_bytes += num_bytes
+        self._header_bytes += len(name) + len(value)
         if self._header_bytes > self.header_limit:
             raise ValueError("headers too large")  # the parser turns it into send_400_response
 

@@ -13,7 +13,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from engine_worker.contract.errors import ApiError
@@ -213,8 +213,8 @@ class Proxy:
         finally:
             self._num_retrying -= is_counted
 
-    async def _place(self, route: RouteRequest, exchange: Exchange) -> Lease:
-        return await self._router.place(route, exchange.guard.remaining_s)
+    def _place(self, route: RouteRequest, exchange: Exchange) -> Awaitable[Lease]:
+        return self._router.place(route, exchange.guard.remaining_s)
 
     def _next_step(self, failure: Failure, attempt: int, route: RouteRequest, replica: Replica) -> Retry | GiveUp:
         """policies/retry.py decides; here it is told what is left.

@@ -94,14 +94,16 @@ class UpstreamResponse:
 
     async def read_all(self, max_bytes: int) -> bytes:
         """The whole body. Raises UpstreamError when it is cut short or larger than `max_bytes`."""
+        connection = self._open
+        if (whole := connection.take_whole()) is not None:
+            _check_size(len(whole), max_bytes)
+            return whole
         parts: list[bytes] = []
         size = 0
-        connection = self._open
         while part := await connection.read_some():
             parts.append(part)
             size += len(part)
-            if size > max_bytes:
-                raise UpstreamError(UpstreamFailure.BROKEN, f"the replica's answer is larger than {max_bytes} bytes")
+            _check_size(size, max_bytes)
         return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def pipe(self, sink: Sink) -> None:
@@ -158,7 +160,7 @@ class Upstream:
         if pool is None:
             pool = await self._make_pool(target)
         head = b"%b%bcontent-length: %d\r\n\r\n" % (target.head, headers, len(body))
-        connection = await pool.take()
+        connection = pool.reusable() or await pool.take()
         was_used = connection.num_served > 0
         started = time.monotonic()
         try:
@@ -180,6 +182,11 @@ class Upstream:
     def check_invariants(self) -> None:
         for pool in self._pools.values():
             pool.check_invariants()
+
+
+def _check_size(num_bytes: int, max_bytes: int) -> None:
+    if num_bytes > max_bytes:
+        raise UpstreamError(UpstreamFailure.BROKEN, f"the replica's answer is larger than {max_bytes} bytes")
 
 
 async def _exchange(pool: Pool, connection: Connection, head: bytes, body: bytes) -> UpstreamResponse:

@@ -140,6 +140,10 @@ class Connection(asyncio.Protocol):
             await self._wait()
         return self._take()
 
+    def take_whole(self) -> bytes | None:
+        """All that is left of the body where the rest of it has arrived already, else None."""
+        return self._take() if self.phase is Phase.WHOLE and self._body and self._error is None else None
+
     def pipe(self, sink: Sink) -> None:
         """Give what has arrived, and all that will, to `sink`."""
         assert self._sink is None
