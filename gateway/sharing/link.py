@@ -55,15 +55,15 @@ class Link:
         """Until the breaker lets a call through."""
         return max(self._closed_until - self._clock(), 0.0)
 
-    async def call(self, command: Callable[[Redis], Awaitable[_T]], timeout_s: float = CALL_S) -> _T:
-        """`command` on the client, within `timeout_s` (and a second more to connect). Raises LinkDown."""
+    async def call(self, command: Callable[[Redis], Awaitable[_T]], timeout_s: float | None = None) -> _T:
+        """`command` on the client, within `timeout_s` or CALL_S (and a second more to connect). Raises LinkDown."""
         if self.retry_in_s > 0.0:
             raise LinkDown(self.why_down)
         try:
             if not self._connected:
                 async with asyncio.timeout(CONNECT_S):
                     await self._redis.ping()
-            async with asyncio.timeout(timeout_s):
+            async with asyncio.timeout(CALL_S if timeout_s is None else timeout_s):
                 result = await command(self._redis)
         except (RedisError, OSError, TimeoutError) as error:
             await self._failed(error)
@@ -91,7 +91,7 @@ class Link:
         await self._redis.aclose()
         await self._redis.connection_pool.disconnect(inuse_connections=True)
 
-    async def raw(self, *words: Any, timeout_s: float = CALL_S) -> Any:
+    async def raw(self, *words: Any, timeout_s: float | None = None) -> Any:
         """A command by its words."""
         return await self.call(lambda redis: redis.execute_command(*words), timeout_s)  # type: ignore[no-untyped-call]
 

@@ -8,7 +8,7 @@ from collections.abc import AsyncIterator, Iterator
 
 import pytest
 
-from gateway.sharing import wire
+from gateway.sharing import link, wire
 from gateway.sharing.hub import Sharing
 from gateway.sharing.link import Link, LinkDown
 from policies.events import BlocksCleared, BlocksRemoved, BlocksStored
@@ -17,6 +17,12 @@ from tests.gateway.harness import Replica, Running, gateway, until
 from tests.support.redis_server import RedisServer
 
 PROMPT = {"messages": [{"role": "user", "content": "a long story about a cache " * 40}]}
+
+
+@pytest.fixture(autouse=True)
+def patient_link(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a busy machine Redis may take longer than a gateway should wait for it; nothing here is about how long."""
+    monkeypatch.setattr(link, "CALL_S", 1.0)
 
 
 @pytest.fixture
