@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hmac
 import ipaddress
+import time
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -21,6 +22,8 @@ from starlette.responses import Response
 from starlette.routing import Route
 
 from engine_worker.contract.errors import ApiError
+from gateway.orders import OrderBook, Orders
+from gateway.replicas.registry import Replica
 from policies.types import ReplicaId
 
 if TYPE_CHECKING:
@@ -74,6 +77,24 @@ def _over_s(request: Request) -> float:
     return over_s
 
 
+def drain_now(gateway: Gateway, replica: Replica, drained: bool, over_s: float) -> None:
+    assert gateway.warmer is not None, "orders come after lifespan's startup"
+    if drained and over_s > 0.0:
+        gateway.warmer.drain(replica, over_s)
+    else:
+        gateway.warmer.stay(replica)
+        gateway.registry.drain(replica, drained)
+
+
+def follow(gateway: Gateway, orders: Orders) -> None:
+    """What was ordered before this process took another's place."""
+    gateway.drain(orders.draining)
+    for replica in gateway.registry:
+        until = orders.replicas.get(replica.replica_id)
+        if until is not None:
+            drain_now(gateway, replica, True, until - time.monotonic())
+
+
 def admin_routes(gateway: Gateway) -> list[Route]:
     def check_secret(request: Request) -> None:
         secret = gateway.settings.secret
@@ -82,6 +103,11 @@ def admin_routes(gateway: Gateway) -> list[Route]:
             raise ApiError(403, message, code="no_secret")
         if not _is_secret(gateway, request.headers.get(SECRET_HEADER, "")):
             raise ApiError(401, f"The header {SECRET_HEADER} is missing or wrong.", code="wrong_secret")
+
+    def book(request: Request) -> OrderBook | None:
+        """Where the order is kept for processes to come, if it concerns all."""
+        siblings = gateway.siblings
+        return siblings.orders if siblings is not None and siblings.concerns_all(request) else None
 
     async def answered(request: Request, state: dict[str, Any]) -> Response:
         """`state` of this process, after those that share its port have taken the order, too."""
@@ -92,6 +118,8 @@ def admin_routes(gateway: Gateway) -> list[Route]:
 
     async def drain(request: Request) -> Response:
         check_secret(request)
+        if (kept := book(request)) is not None:  # first, so that a process just starting knows or is told
+            kept.drain(request.method == "POST")
         gateway.drain(request.method == "POST")
         return await answered(request, {"draining": gateway.draining, "num_in_flight": gateway.admission.num_in_flight})
 
@@ -104,12 +132,9 @@ def admin_routes(gateway: Gateway) -> list[Route]:
             known = ", ".join(replica.replica_id for replica in gateway.registry)
             raise ApiError(404, f"No replica is named {name[:128]!r}; there are {known}.", code="not_found") from None
         over_s = _over_s(request)
-        assert gateway.warmer is not None, "requests come after lifespan's startup"
-        if request.method == "POST" and over_s > 0.0:
-            gateway.warmer.drain(replica, over_s)
-        else:
-            gateway.warmer.stay(replica)
-            gateway.registry.drain(replica, request.method == "POST")
+        if (kept := book(request)) is not None:
+            kept.drain_replica(name, request.method == "POST", over_s)
+        drain_now(gateway, replica, request.method == "POST", over_s)
         return await answered(
             request, {"id": replica.replica_id, "state": replica.status.value, "num_in_flight": replica.num_leases}
         )

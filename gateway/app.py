@@ -17,6 +17,7 @@ from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 
 from engine_worker.contract.errors import ApiError
+from gateway.admin import follow
 from gateway.admission import Admission, affordable_in_flight
 from gateway.aliases import Aliases
 from gateway.answer import Answer, Message, Receive, Scope, Send, request_id
@@ -259,6 +260,8 @@ class Gateway:
             prefix, self.registry, self.model_for, self._count_by_replica, settings.max_body_bytes, settings.body_s,
             self.tenancy,
         )  # fmt: skip
+        if self.siblings is not None:
+            follow(self, self.siblings.orders.read())
         monitor.start()
         loop_watch.start()
         if self.sharing is not None:

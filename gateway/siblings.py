@@ -20,6 +20,7 @@ from starlette.requests import Request
 
 from engine_worker.contract.errors import ApiError
 from gateway.observe.merge import Tally, merged
+from gateway.orders import OrderBook
 from gateway.processes import Place
 
 _log = logging.getLogger("warmgate")
@@ -34,6 +35,7 @@ class Siblings:
 
     def __init__(self, place: Place) -> None:
         self._place = place
+        self.orders = OrderBook(place.folder)
 
     def concerns_all(self, request: Request) -> bool:
         return request.query_params.get("process") != OWN

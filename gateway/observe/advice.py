@@ -60,7 +60,9 @@ def _verdict(shadow: Shadow) -> Verdict:
 
 def _sentence(policy: str, live: str, verdict: Verdict, figures: dict[str, float]) -> str:
     if verdict == "too_few":
-        return f"{policy}: {figures['num_decisions']:.0f} decisions so far, too few to tell ({ENOUGH} are needed)."
+        count = round(figures["num_decisions"])
+        decisions = "decision" if count == 1 else "decisions"
+        return f"{policy}: {count} {decisions} so far, too few to tell ({ENOUGH} are needed)."
     seconds, live_seconds = figures["expected_total_s"], figures["live_expected_total_s"]
     change = abs(figures["difference_s"]) / max(live_seconds, 1e-9)
     basis = (

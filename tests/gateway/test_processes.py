@@ -137,6 +137,16 @@ def test_two_processes_count_drain_restart_and_stop_as_one() -> None:
         assert HTTP.delete(url, headers=SECRET).json()["draining"] is False
         assert {chat(port).status_code for _ in range(12)} == {200}
 
+        replica = f"http://127.0.0.1:{port}/admin/replicas/127.0.0.1:{worker_port}/drain"
+        for order in (url, replica):
+            assert HTTP.post(order, headers=SECRET).status_code == 200
+            killed = min(pids(port))
+            os.kill(killed, signal.SIGKILL)
+            gateway.until("another takes its place", lambda gone=killed: len(pids(port) - {gone}) == 2)
+            assert {chat(port).status_code for _ in range(12)} == {503}, "the new one follows orders, too"
+            assert HTTP.delete(order, headers=SECRET).status_code == 200
+            gateway.until("they take requests", lambda: all(chat(port).status_code == 200 for _ in range(8)))
+
         counted = num_ended(port)
         before = pids(port)
         os.kill(min(before), signal.SIGKILL)
