@@ -88,6 +88,9 @@ class ModelInfo:
     kv_cache_dtype
                   how keys and values are stored: as EngineConfig has it, or the model's type
     num_blocks    KV blocks of `block_size` tokens that fit, each `kv_block_bytes` large over all layers
+    quantization  how weights were narrowed ("" for not), which saved `weight_bytes_saved`
+    kv_block_bytes_saved
+                  what a narrow KV format saves in a block, against 16 bits a number; 0 without one
     detail        one line for the start-up log: self-test result, what was converted, what was shrunk
     """
 
@@ -107,4 +110,12 @@ class ModelInfo:
     num_threads: int
     cache_root: bytes
     kv_cache_dtype: str = ""
+    quantization: str = ""
+    weight_bytes_saved: int = 0
+    kv_block_bytes_saved: int = 0
     detail: str = ""
+
+    @property
+    def num_blocks_bought(self) -> int:
+        """KV blocks that there is room for in what narrower weights saved."""
+        return self.weight_bytes_saved // self.kv_block_bytes if self.kv_block_bytes else 0

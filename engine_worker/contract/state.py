@@ -39,6 +39,10 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     speculation           None where the worker was started without
     kv_cache_dtype        how keys and values are stored; `kv_block_bytes` is a block's size over all layers, so that
                           both say what a narrower cache brings
+    quantization          how weights were narrowed, "" for not; `weight_bytes` is what they take now and
+                          `weight_bytes_saved` what they took more before, room for `num_blocks_bought` KV blocks
+    kv_block_bytes_saved  what a narrow KV format saves in each block, against 16 bits a number; 0 without one
+    detail                progress while a model loads, and why one failed; "" once it is ready
     kv_events_endpoint    where KV events are published ("" for nowhere); `kv_events_replay_endpoint` replays them
     """
 
@@ -55,6 +59,11 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     block_size: int = 0
     kv_cache_dtype: str = ""
     kv_block_bytes: int = 0
+    kv_block_bytes_saved: int = 0
+    quantization: str = ""
+    weight_bytes: int = 0
+    weight_bytes_saved: int = 0
+    num_blocks_bought: int = 0
     num_blocks: int = 0
     num_free_blocks: int = 0
     num_cached_blocks: int = 0

@@ -84,9 +84,10 @@ def load_model(config: EngineConfig, progress: Callable[[str], None]) -> ModelRu
         )
         progress(details[-1])
     progress(f"KV cache of {num_blocks} blocks of {config.block_size} tokens, {num_threads} thread(s)")
+    plain_bytes = block_bytes
     if not kv_format.is_dense:
-        times = replace(layout, format=DENSE, dtype=torch.bfloat16).block_bytes(config.block_size) / block_bytes
-        details.append(f"{times:.2f} times the KV blocks of a 16-bit cache")
+        plain_bytes = replace(layout, format=DENSE, dtype=torch.bfloat16).block_bytes(config.block_size)
+        details.append(f"{plain_bytes / block_bytes:.2f} times the KV blocks of a 16-bit cache")
         progress(details[-1])
     with_graphs = wants_graphs(config, checkpoint.device, backend)  # whose spare rows need a block of their own
     kv = KVTensors(num_layers(module), num_blocks + with_graphs, config.block_size, checkpoint.device, layout)
@@ -103,7 +104,10 @@ def load_model(config: EngineConfig, progress: Callable[[str], None]) -> ModelRu
         block_size=config.block_size,
         num_blocks=num_blocks,
         kv_block_bytes=block_bytes,
+        kv_block_bytes_saved=max(0, plain_bytes - block_bytes),
         weight_bytes=prepared.weight_bytes,
+        quantization=config.quantization,
+        weight_bytes_saved=prepared.saved_bytes,
         dtype=str(checkpoint.dtype).removeprefix("torch."),
         device=str(checkpoint.device),
         attention_backend=backend.name,

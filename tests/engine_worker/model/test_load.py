@@ -142,11 +142,15 @@ def test_quantized_weights_are_smaller_and_say_what_they_bought(
     config = EngineConfig(model=str(tmp_path), load_format="dummy", num_threads=1, max_model_len=64, dtype="float32")
     dense = load_model(config, lambda _: None).info
     messages: list[str] = []
-    narrow = load_model(replace(config, quantization=kind), messages.append).info
+    narrow = load_model(replace(config, quantization=kind, kv_cache_dtype="int8"), messages.append).info
+    assert narrow.kv_block_bytes_saved > 0 == dense.kv_block_bytes_saved
+    assert f"{1 + narrow.kv_block_bytes_saved / narrow.kv_block_bytes:.2f} times the KV blocks" in narrow.detail
     assert narrow.weight_bytes < dense.weight_bytes * (0.7 if kind == "int8" else 0.65)
     found = re.search(r"saved by int\d: room for (\d+) KV blocks", narrow.detail)
     assert found is not None
-    assert int(found[1]) > 20
+    assert int(found[1]) == narrow.num_blocks_bought > 20
+    assert narrow.quantization == kind
+    assert narrow.weight_bytes_saved > 0 == dense.weight_bytes_saved == dense.num_blocks_bought
     assert any(found[0] in message for message in messages)
     assert narrow.cache_root != dense.cache_root
 

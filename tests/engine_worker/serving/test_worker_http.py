@@ -228,6 +228,8 @@ def test_tokenize_and_back(worker: RunningWorker) -> None:
 def test_state_and_tokenizer(worker: RunningWorker) -> None:
     state = worker.state()
     assert (state.status, state.model, state.block_size, state.num_blocks) == ("ready", "fake", 16, 512)
+    assert (state.quantization, state.weight_bytes, state.weight_bytes_saved) == ("none at all", 10, 113)
+    assert (state.num_blocks_bought, state.kv_block_bytes_saved) == (7, 3)
     assert state.kv_events_endpoint.startswith("tcp://127.0.0.1:")
     bundle = worker.http.get("/internal/tokenizer").json()
     assert bundle["fingerprint"] == state.tokenizer_fingerprint == "fake"
