@@ -46,8 +46,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     begin = time.perf_counter()
     factor = _TINY_FACTOR if args.tiny else 1
     with tempfile.TemporaryDirectory() as name:
-        chosen = {part for part in args.only.split(",") if part}
-        for section, (budget_s, run) in sections(report, device, Path(name), args.tiny).items():
+        there = sections(report, device, Path(name), args.tiny)
+        chosen = {part.strip() for part in args.only.split(",") if part.strip()}
+        if unknown := sorted(chosen - there.keys()):
+            print(
+                f"gpu_check: there is no section {', '.join(unknown)} here; choose among {', '.join(there)}.",
+                file=sys.stderr,
+            )
+            return 2
+        if args.only and not chosen:
+            print(f"gpu_check: --only names no section; choose among {', '.join(there)}.", file=sys.stderr)
+            return 2
+        for section, (budget_s, run) in there.items():
             if chosen and section not in chosen:
                 continue
             left = TOTAL_S * factor - (time.perf_counter() - begin)

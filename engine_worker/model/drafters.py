@@ -13,6 +13,7 @@ from engine_worker.model import attention
 from engine_worker.model.attention import AttentionBackend
 from engine_worker.model.backends import make_backend
 from engine_worker.model.checkpoint import LoadedCheckpoint, load_checkpoint
+from engine_worker.model.checkpoint_source import resolve
 from engine_worker.model.draft_model import ModelDrafter
 from engine_worker.model.draft_ngram import NgramDrafter
 from engine_worker.model.errors import ModelError
@@ -37,6 +38,22 @@ class LoadedDraft:
     backend: AttentionBackend
     layout: KVLayout
     max_model_len: int
+
+
+def check_draft(config: EngineConfig, progress: Callable[[str], None]) -> None:
+    """Raise ModelError where `config.speculative` names no model, before the large one is read.
+
+    A draft model of the hub is fetched here, to be found in its cache later; a .gguf file is converted.
+    """
+    if config.speculative in ("", NGRAM):
+        return
+    with_weights = config.load_format != "dummy"
+    try:
+        resolve(
+            config.speculative, with_weights=with_weights, trust_remote_code=config.trust_remote_code, progress=progress
+        )
+    except ModelError as error:
+        raise ModelError(f'--speculative takes "{NGRAM}" or a draft model. {error}') from error
 
 
 def load_draft(

@@ -21,7 +21,7 @@ from engine_worker.model.backends import make_backend
 from engine_worker.model.checkpoint import LoadedCheckpoint, load_checkpoint
 from engine_worker.model.checkpoint_dtype import choose_device, dtype_name
 from engine_worker.model.cuda_setup import profiled_budget, record_graphs, wants_graphs
-from engine_worker.model.drafters import load_draft, make_drafter
+from engine_worker.model.drafters import check_draft, load_draft, make_drafter
 from engine_worker.model.families import num_layers, refuse_module
 from engine_worker.model.kv_format import DENSE, KVFormat, choose_format
 from engine_worker.model.kv_tensors import KVLayout, KVTensors
@@ -53,6 +53,7 @@ def load_model(config: EngineConfig, progress: Callable[[str], None]) -> ModelRu
     device = choose_device(config.device)
     check_quantization(config.quantization, device)
     kv_format = choose_format(config.kv_cache_dtype, device)
+    check_draft(config, progress)
     checkpoint = load_checkpoint(config, attention.NAME, progress)
     module = checkpoint.module
     refuse_module(module)

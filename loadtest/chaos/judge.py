@@ -117,7 +117,7 @@ def rows(
         ("tasks", "tasks after quiesce", "as before"),
         ("fds", "file descriptors after quiesce", "within 5"),
     ):
-        measured = left.get(name, "as before") if after is not None else "the gateways did not answer"
+        measured = left.get(name, target) if after is not None else "the gateways did not answer"
         found.append(Row(what, target, measured, after is not None and name not in left, True))
     resumed = [line for lines in logs for same in lines.values() for line in same if "resumed_from" in line]
     found.append(Row("streams that broke and went on elsewhere", "told only", str(len(resumed)), None, False))

@@ -54,6 +54,12 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     parser.add_argument("--all", action="store_true", help="show checks that passed, too")
     given = parser.parse_args(arguments)
+    chosen = selected(given.only)
+    for word in given.only:  # each must choose something: a check that didn't run passes for one that did
+        if not selected([word]):
+            parser.error(
+                f"no check has {word!r} in its category or its sentence; the categories are {', '.join(CATEGORIES)}"
+            )
     try:
         target = Target(
             given.url, given.model, given.api_key, given.timeout_s, given.abort_within_s, given.worker
@@ -61,7 +67,7 @@ def main(arguments: list[str] | None = None) -> None:
     except (httpx.HTTPError, Failed, ValueError, KeyError) as error:
         sys.exit(f"{given.url} does not answer as an OpenAI-compatible server: {error}")
     try:
-        results = run_all(selected(given.only), target, given.threads)
+        results = run_all(chosen, target, given.threads)
     finally:
         target.close()
     if given.json:

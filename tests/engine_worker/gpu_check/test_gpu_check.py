@@ -37,6 +37,19 @@ def test_the_check_runs_in_miniature(tmp_path: Path) -> None:
         assert {"torch", "decode, 2 at once", "TTFT, 48 tokens, warm"} <= names
 
 
+@pytest.mark.parametrize("names", ["nosuch", "device,nosuch", ","])
+def test_a_section_that_is_not_there_is_an_error_that_lists_them(
+    names: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    from engine_worker.gpu_check.__main__ import main
+
+    monkeypatch.setenv("TRITON_INTERPRET", "1")
+    assert main(["--device", "cpu", "--tiny", "--only", names]) == 2
+    said = capsys.readouterr()
+    assert "choose among device, dense, kernels" in said.err
+    assert "rows" not in said.out
+
+
 def test_sections_fail_alone(tmp_path: Path) -> None:
     from engine_worker.gpu_check.report import Report
 

@@ -106,6 +106,16 @@ def test_a_draft_model_needs_no_room_for_its_own_longest_sequence(tmp_path: Path
     assert isinstance(runner.drafter, ModelDrafter)
 
 
+@pytest.mark.parametrize("name", ["/nonexistent", "ngrams", "./nothing.gguf"])
+def test_a_draft_model_that_is_not_there_is_refused_before_the_large_one_is_read(name: str, tmp_path: Path) -> None:
+    tiny_config("llama").save_pretrained(tmp_path)
+    config = EngineConfig(model=str(tmp_path), speculative=name, load_format="dummy", device="cpu")
+    told: list[str] = []
+    with pytest.raises(ModelError, match=f'--speculative takes "ngram" or a draft model. .*{name}'):
+        load_model(config, told.append)
+    assert told == []
+
+
 def test_another_vocabulary_is_refused() -> None:
     tokenizer = make_tokenizer()
     own = TokenizerBundle(
