@@ -108,11 +108,14 @@ def up(
     worker_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the first worker.")] = 8101,
     policy: Annotated[str, typer.Option(help="How requests are routed.")] = "warm",
     gateway_config: Annotated[Path | None, typer.Option(help="A YAML file of settings for the gateway.")] = None,
+    keys_file: Annotated[Path | None, typer.Option(help="Who may use the gateway: warmgate keys makes it.")] = None,
+    allow_open: Annotated[str | None, typer.Option(help="true: listen beyond this machine without keys.")] = None,
 ) -> None:
     """Bring up a gateway and its workers on this machine, and keep them up. Further options go to the workers."""
     from gateway.supervise.plan import UpOptions
     from gateway.supervise.run import up as bring_up
 
+    given = {"keys_file": keys_file, "allow_open": allow_open}
     options = UpOptions(
         model=model,
         num_workers=workers,
@@ -121,7 +124,8 @@ def up(
         worker_port=worker_port,
         policy=policy,
         worker_args=tuple(context.args),
-        gateway_args=("--config", str(gateway_config)) if gateway_config else (),
+        gateway_config=gateway_config,
+        gateway_settings={name: str(value) for name, value in given.items() if value is not None},
     )
     raise typer.Exit(bring_up(options))
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import asyncio
 import errno
-import ipaddress
 import logging
 import socket
 import sys
@@ -19,7 +18,7 @@ from typing import Any
 
 import uvicorn
 
-from gateway import garbage
+from gateway import garbage, openness
 from gateway.admission import raise_fd_limit
 from gateway.app import Gateway, create_app
 from gateway.config import ConfigError, GatewaySettings, load_settings
@@ -40,17 +39,8 @@ def run(settings: GatewaySettings) -> int:
     logging.getLogger("httpx").setLevel(logging.WARNING)
     if not settings.replicas:
         return _fail("no replica is given: pass --replica http://127.0.0.1:8101 (once for each replica).", EXIT_USAGE)
-    if (
-        not settings.allow_open
-        and settings.keys_file is None
-        and not settings.keys_redis
-        and not _is_loopback(settings)
-    ):
-        return _fail(
-            f"listening on {settings.host} without API keys would let anybody use the models: make keys with "
-            "`warmgate keys create` and name their --keys-file, or say --allow-open true.",
-            EXIT_USAGE,
-        )
+    if (problem := openness.problem(settings)) is not None:
+        return _fail(problem, EXIT_USAGE)
     raise_fd_limit()  # before the application works out how many requests it can afford
     if settings.processes > 1:
         return _run_processes(settings)
@@ -190,16 +180,9 @@ def _cannot_listen(settings: GatewaySettings, error: OSError) -> str:
     return f"listening on {where} failed: {error.strerror}."
 
 
-def _is_loopback(settings: GatewaySettings) -> bool:
-    try:
-        return ipaddress.ip_address(settings.host).is_loopback
-    except ValueError:
-        return settings.host == "localhost"
-
-
 def _warn_if_open(app: Gateway, settings: GatewaySettings) -> None:
     if app.tenancy.is_open:
-        reach = "this machine" if _is_loopback(settings) else f"the network of {settings.host}"
+        reach = "this machine" if openness.is_loopback(settings.host) else f"the network of {settings.host}"
         _log.warning("no API keys are configured: whoever is on %s may use the models behind this gateway", reach)
 
 

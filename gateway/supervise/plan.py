@@ -9,13 +9,15 @@ from __future__ import annotations
 import sys
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 from gateway.supervise.machine import Role
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class UpOptions:
-    """What to bring up. `worker_args` go to every worker after ours, so they win."""
+    """What to bring up. `worker_args` go to every worker after ours, so they win; `gateway_settings` are settings of
+    the gateway by name, beside those of the file `gateway_config`."""
 
     model: str = "demo"
     num_workers: int = 2
@@ -24,7 +26,8 @@ class UpOptions:
     worker_port: int = 8101
     policy: str = "warm"
     worker_args: tuple[str, ...] = ()
-    gateway_args: tuple[str, ...] = ()
+    gateway_config: Path | None = None
+    gateway_settings: Mapping[str, str] = field(default_factory=dict)
 
     def worker_ports(self) -> range:
         return range(self.worker_port, self.worker_port + self.num_workers)
@@ -71,6 +74,7 @@ def _gateway(options: UpOptions, replicas: Sequence[str]) -> ChildSpec:
         *(sys.executable, "-m", "gateway.cli", "serve"),
         *(part for url in replicas for part in ("--replica", url)),
         *("--policy", options.policy, "--host", options.host, "--port", str(options.port)),
-        *options.gateway_args,
+        *(("--config", str(options.gateway_config)) if options.gateway_config else ()),
+        *(part for name, value in options.gateway_settings.items() for part in (f"--{name.replace('_', '-')}", value)),
     )
     return ChildSpec("gateway", Role.GATEWAY, command, f"http://{reachable(options.host)}:{options.port}")

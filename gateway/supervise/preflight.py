@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import os
+import re
 import socket
+import subprocess
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
+from gateway import openness
+from gateway.config import ConfigError, GatewaySettings, load_settings
 from gateway.supervise.plan import UpOptions
+
+_HELP_S = 60.0
 
 
 class CannotStart(Exception):
@@ -19,7 +28,9 @@ def check(options: UpOptions) -> None:
     if options.num_workers < 1:
         raise CannotStart(f"--workers is {options.num_workers}; at least 1 is needed.")
     check_packages()
+    check_worker_args(options.worker_args)
     check_model(options.model)
+    check_gateway(options)
     check_ports(options)
 
 
@@ -38,6 +49,39 @@ def check_extra(extra: str, who: str) -> None:
             f"{who} needs {' and '.join(missing)}: in the project's folder, pip install '.[{extra}]'. "
             "The gateway alone (warmgate serve) runs without."
         )
+
+
+def check_gateway(options: UpOptions) -> None:
+    """Its settings, from wherever they come, as `warmgate serve` would find them."""
+    given = {"host": options.host, "port": options.port, **options.gateway_settings}
+    try:
+        settings = load_settings(given, options.gateway_config)
+    except ConfigError as error:
+        raise CannotStart(f"The gateway can't start: {error}") from None
+    if (problem := openness.problem(settings)) is not None:
+        raise CannotStart(f"The gateway can't start: {problem}")
+
+
+def check_worker_args(arguments: Sequence[str]) -> None:
+    """Options that no worker has, by the worker's own help: the gateway must not import it."""
+    if not arguments:
+        return
+    command = (sys.executable, "-m", "engine_worker", "--help")
+    help_text = subprocess.run(command, capture_output=True, text=True, timeout=_HELP_S, check=True).stdout
+    known = frozenset(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", help_text))
+    settings = frozenset(f"--{name.replace('_', '-')}" for name in GatewaySettings.model_fields)
+    for argument in arguments:
+        flag = argument.partition("=")[0]
+        if not flag.startswith("--") or any(name.startswith(flag) for name in known):  # workers take beginnings, too
+            continue
+        if flag in settings:
+            setting = flag.removeprefix("--").replace("-", "_")
+            raise CannotStart(
+                f"{flag} is the gateway's: write {setting} into a file and name it with --gateway-config."
+            )
+        guess = difflib.get_close_matches(flag, known, n=1)
+        hint = f"; did you mean {guess[0]}?" if guess else "; see warmgate up --help and warmgate worker --help."
+        raise CannotStart(f"There is no option {flag}{hint}")
 
 
 def check_model(model: str) -> None:

@@ -49,6 +49,14 @@ class TestSettingFlags:
         (["serve", "--config", "nowhere.yaml"], "nowhere.yaml does not exist"),
         (["serve", "--replica", "http://127.0.0.1:9", "--drain-s", "soon"], "drain_s"),
         (["up", "--workers", "0"], "--workers"),
+        (["up", "--bloc-size", "16"], "There is no option --bloc-size; did you mean --block-size?"),
+        (["up", "--replica-slots", "3"], "--replica-slots is the gateway's: write replica_slots into a file"),
+        (
+            ["up", "--host", "0.0.0.0"],
+            "make keys with `warmgate keys create` and name their --keys-file",
+        ),
+        (["up", "--keys-file", "/no/keys.json"], "there is no keys file /no/keys.json"),
+        (["serve", "--replica", "http://127.0.0.1:9", "--keys-file", "/no/keys.json"], "there is no keys file"),
         (["up", "--model", "/nowhere/at/all"], "There is no model at /nowhere/at/all"),
     ],
 )

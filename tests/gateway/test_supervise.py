@@ -278,6 +278,11 @@ class TestPlan:
             assert worker.env["WARMGATE_WORKERS_ON_MACHINE"] == "2"
         assert "--replica http://127.0.0.1:8101 --replica http://127.0.0.1:8102" in " ".join(gateway.command)
 
+    def test_settings_of_the_gateway_go_to_it_alone(self) -> None:
+        *workers, gateway = plan.children(UpOptions(num_workers=2, gateway_settings={"keys_file": "keys.json"}))
+        assert gateway.command[-2:] == ("--keys-file", "keys.json")
+        assert not any("--keys-file" in worker.command for worker in workers)
+
     @pytest.mark.parametrize(("host", "url"), [("0.0.0.0", "http://127.0.0.1:1"), ("::", "http://[::1]:1")])
     def test_a_wildcard_address_is_called_on_loopback(self, host: str, url: str) -> None:
         assert plan.children(UpOptions(host=host, port=1))[-1].url == url
