@@ -50,7 +50,12 @@ class TenantFigures:
     def families(self) -> Iterable[Metric]:
         for name, text, labels, counts in (
             ("tenant_requests", "Requests admitted, by how they ended.", ("tenant", "end"), self._requests),
-            ("tenant_tokens", "Tokens of answered requests.", ("tenant", "kind"), self._tokens),
+            (
+                "tenant_tokens",
+                "Tokens of answered requests; kind prompt: uncached ones only.",
+                ("tenant", "kind"),
+                self._tokens,
+            ),
             ("tenant_denials", "Requests refused by a limit.", ("tenant", "limit"), self._denied),
         ):
             family = CounterMetricFamily(f"warmgate_{name}", text, labels=labels)

@@ -108,7 +108,9 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m loadtest.fleet", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    p.add_argument("--trace", type=Path, required=True, help="a trace of any format in loadtest/sim/trace.py")
+    p.add_argument(
+        "--trace", type=Path, required=True, help="a trace, in one of the formats that warmgate replay --help tells"
+    )
     p.add_argument("--gateways", default=DEFAULT_GATEWAYS, help=f"default {DEFAULT_GATEWAYS}")
     p.add_argument("--peers", type=Path, default=DEFAULT_PEERS, help="virtual environments of others' gateways")
     p.add_argument("--rounds", type=int, default=1, help="how often each gateway runs")

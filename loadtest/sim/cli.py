@@ -1,6 +1,6 @@
-"""`python -m loadtest.sim`: policies side by side over a trace, in simulated time.
+"""`warmgate replay` (or `python -m loadtest.sim`): policies side by side over a trace, in simulated time.
 
-    python -m loadtest.sim --trace FILE --policies warm,round_robin,pooled --replicas 8 --gpu h100 --blocks 3000 \\
+    warmgate replay --trace FILE --policies warm,round_robin,pooled --replicas 8 --gpu h100 --blocks 3000 \\
         --rate R | --load F | --users N  --seeds 5 --json OUT --plots FOLDER
 
 --rate is requests a second for the fleet; --load a share of the highest rate at which least_loaded (or --load-of) keeps
@@ -26,7 +26,7 @@ from loadtest.sim.report import BASELINE, objects, show, write_json
 from loadtest.sim.runs import Outcome, Task, run_all
 from loadtest.sim.search import highest_rate
 from loadtest.sim.setup import Conditions, Fleet, Load, Objective, Setup
-from loadtest.sim.trace import BLOCK_TOKENS, read_trace
+from loadtest.sim.trace import BLOCK_TOKENS, FORMATS_HELP, read_trace
 from policies.registry import make_policy, policy_names
 
 DEFAULT_POLICIES = "round_robin,least_loaded,warm,pooled"
@@ -201,9 +201,12 @@ def _draw(folder: Path, outcomes: list[Outcome], title: str, label_name: str, co
 def parser() -> argparse.ArgumentParser:
     """Every flag with its default."""
     p = argparse.ArgumentParser(
-        prog="python -m loadtest.sim", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+        prog="warmgate replay",
+        description=__doc__,
+        epilog="formats of traces:\n" + FORMATS_HELP,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    p.add_argument("--trace", type=Path, required=True, help="a trace of any format in loadtest/sim/trace.py")
+    p.add_argument("--trace", type=Path, required=True, help="JSON Lines, gzipped or not, in one of the formats below")
     p.add_argument("--policies", default=DEFAULT_POLICIES, help=f"names, or all (default {DEFAULT_POLICIES})")
     p.add_argument("--requests", type=int, help="read only so many requests of the trace")
     p.add_argument("--max-model-len", type=int, help="leave out requests of more tokens (prompt and output)")

@@ -1,20 +1,6 @@
 """Request traces: what they say about a request, and how three formats are told apart and read.
 
-A trace is JSON Lines, gzipped or not. The first line tells the format:
-
-mooncake       {"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [...]}: one request a line, blocks
-               of 512 tokens. Timestamps sit on ticks of a few seconds; a request came at some moment inside its tick
-claude_code    {"session": ..., "requests": [{"t", "think", "in", "out", "ids": [[first, last], ...]}]}: one session a
-               line, blocks of 512 tokens as inclusive ranges of ids; `think` seconds pass before a request is sent
-own            a trace of your own, one request a line (`warmgate replay`):
-                 timestamp            seconds from the start
-                 num_output_tokens    how long the answer is
-                 prompt_ids           the prompt's token ids, or instead of them
-                 block_ids            an id for each of the prompt's blocks, equal only where the texts are equal, and
-                 num_prompt_tokens    the prompt's length
-                 block_tokens         tokens a block (default 16; one value for the whole file)
-                 session              optional: requests of one session follow each other
-                 think_s              optional: seconds between the session's previous answer and this request
+`FORMATS_HELP` describes the formats, to readers of the command line too.
 
 A block's id names its content at its place; what is reused is decided by whole prefixes (prompts.py), so an id may
 occur behind different prefixes.
@@ -31,6 +17,22 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
+FORMATS_HELP = """A trace is JSON Lines, gzipped or not. The first line tells the format:
+
+mooncake       {"timestamp": ms, "input_length": n, "output_length": n, "hash_ids": [...]}: one request a line, blocks
+               of 512 tokens. Timestamps sit on ticks of a few seconds; a request came at some moment inside its tick
+claude_code    {"session": ..., "requests": [{"t", "think", "in", "out", "ids": [[first, last], ...]}]}: one session a
+               line, blocks of 512 tokens as inclusive ranges of ids; `think` seconds pass before a request is sent
+own            a trace of your own, one request a line (`warmgate replay`):
+                 timestamp            seconds from the start
+                 num_output_tokens    how long the answer is
+                 prompt_ids           the prompt's token ids, or instead of them
+                 block_ids            an id for each of the prompt's blocks, equal only where the texts are equal, and
+                 num_prompt_tokens    the prompt's length
+                 block_tokens         tokens a block (default 16; one value for the whole file)
+                 session              optional: requests of one session follow each other
+                 think_s              optional: seconds between the session's previous answer and this request
+"""
 FORMATS = ("mooncake", "claude_code", "own")
 BLOCK_TOKENS = 512
 OWN_BLOCK_TOKENS = 16

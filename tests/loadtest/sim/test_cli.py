@@ -11,6 +11,7 @@ import pytest
 
 from loadtest.sim import compare, search
 from loadtest.sim.cli import main
+from loadtest.sim.trace import FORMATS
 from tests.loadtest.sim.traces import mooncake_rows, own_rows, session_rows, write
 from tests.support.processes import ROOT
 
@@ -18,6 +19,15 @@ REQUIRED = {
     "policy", "seed", "hit_ratio", "ttft_mean_s", "ttft_p50_s", "ttft_p90_s", "ttft_p99_s", "within_objective",
     "imbalance",
 }  # fmt: skip
+
+
+def test_help_tells_the_formats_by_the_commands_own_name(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = capsys.readouterr().out
+    assert said.startswith("usage: warmgate replay ")
+    for word in (*FORMATS, "hash_ids", "block_ids", "num_output_tokens"):
+        assert word in said.partition("formats of traces:")[2]
 
 
 def test_the_command(tmp_path: Path) -> None:
