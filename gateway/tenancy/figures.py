@@ -52,7 +52,7 @@ class TenantFigures:
             ("tenant_requests", "Requests admitted, by how they ended.", ("tenant", "end"), self._requests),
             (
                 "tenant_tokens",
-                "Tokens of answered requests; kind prompt: uncached ones only.",
+                "Tokens of answered requests; kind prompt: uncached.",
                 ("tenant", "kind"),
                 self._tokens,
             ),
