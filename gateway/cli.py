@@ -46,8 +46,9 @@ def serve(
 ) -> None:
     """Run the gateway in front of replicas that are there already.
 
-    Every setting of the file is a flag too: stream_idle_s is --stream-idle-s, or WARMGATE_STREAM_IDLE_S. The longest
-    that a request may take is --request-s, which may be written --request-timeout as other servers name it.
+    Every setting of the file is a flag too: stream_idle_s is --stream-idle-s, or WARMGATE_STREAM_IDLE_S;
+    docs/settings.md lists them all. The longest that a request may take is --request-s, which may be written
+    --request-timeout as other servers name it.
     """
     from gateway import compiled
 

@@ -1,0 +1,40 @@
+"""Pages of docs/ that list what the code has are held against it."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+
+from pydantic.fields import FieldInfo
+
+from gateway.config import GatewaySettings, ReplicaSpec
+from tests.support.processes import ROOT
+
+
+def rows(text: str) -> dict[str, str]:
+    """First cell -> second cell of all rows whose first cell is a name in back-quotes."""
+    found = re.findall(r"^\| `(\w+)` \|([^|]*)\|", text, re.M)
+    assert len(dict(found)) == len(found), "a name that is listed twice"
+    return {name: default.strip().strip("`") for name, default in found}
+
+
+def defaults(fields: Mapping[str, FieldInfo]) -> dict[str, str]:
+    return {name: shown(field.get_default(call_default_factory=True)) for name, field in fields.items()}
+
+
+def shown(value: object) -> str:
+    if value is None or value in ([], {}):
+        return "none"
+    if isinstance(value, bool):
+        return str(value).lower()
+    return f"{value:g}" if isinstance(value, float) else str(value)
+
+
+def test_the_settings_page_lists_every_setting_with_its_default() -> None:
+    text = (ROOT / "docs/settings.md").read_text("utf-8")
+    gateway, _, replica = text.partition("## A replica")
+    assert rows(gateway) == defaults(GatewaySettings.model_fields)
+    assert rows(replica).keys() == ReplicaSpec.model_fields.keys()
+    own = {name: default for name, default in rows(replica).items() if name not in ("url", "name")}
+    expected = defaults(ReplicaSpec.model_fields)
+    assert own == {name: expected[name] for name in own}
