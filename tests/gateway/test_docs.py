@@ -5,9 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping
 
+from prometheus_client import CollectorRegistry, generate_latest
 from pydantic.fields import FieldInfo
 
+from engine_worker.serving.metrics import WorkerMetrics
 from gateway.config import GatewaySettings, ReplicaSpec
+from gateway.sharing.figures import SharingCollector, SharingFigures
+from tests.gateway.harness import Replica, gateway
 from tests.support.processes import ROOT
 
 
@@ -38,3 +42,21 @@ def test_the_settings_page_lists_every_setting_with_its_default() -> None:
     own = {name: default for name, default in rows(replica).items() if name not in ("url", "name")}
     expected = defaults(ReplicaSpec.model_fields)
     assert own == {name: expected[name] for name in own}
+
+
+def exported(exposition: str) -> set[str]:
+    """Names of the families that /metrics declares (also those without samples yet)."""
+    return set(re.findall(r"^# TYPE (\S+) ", exposition, re.M))
+
+
+async def test_every_metric_that_the_page_names_is_exported() -> None:
+    text = (ROOT / "docs/metrics.md").read_text("utf-8")
+    named = set(re.findall(r"`((?:warmgate_|vllm:)\w+)`", text)) - {"warmgate_"}
+    registry = CollectorRegistry()
+    registry.register(SharingCollector(lambda: SharingFigures("local", "", "g", 0, 0, 0, 0, 0, 0, 0, 0)))
+    async with gateway(Replica(), shadow_policies=["least_loaded"], warmup_store_bytes=1 << 20) as running:
+        found = exported((await running.client.get("/metrics")).text)
+    found |= exported(generate_latest(registry).decode())
+    found |= exported(WorkerMetrics("m").render().decode())
+    assert len(named) > 40
+    assert named - found == set()
