@@ -2,6 +2,7 @@
 
     answers                      joined with what it reports; its load goes to the fleet
     refuses the connection       down at once: its process is gone
+    never answered yet           a warning after `poll_failures` polls, once: it may just be starting
     times out, or answers badly  down after `poll_failures` polls in a row (after a timeout at once, else in its time);
                                  what waits there for a first token fails over once it has been silent for
                                  `stuck_after_s`
@@ -110,6 +111,7 @@ class _Watcher:
         self._dialect: Dialect | None = None
         self._num_failures = 0
         self._is_silent = False
+        self._has_warned = False
         self._answered_at = time.monotonic()
         self._generation = 0
         self._cut_of: tuple[str, str, int, frozenset[str]] | None = None
@@ -190,6 +192,9 @@ class _Watcher:
         replica = self._replica
         self._num_failures += 1
         self._is_silent = error.timed_out
+        if not replica.joined and self._num_failures == self._settings.poll_failures and not self._has_warned:
+            self._has_warned = True
+            _log.warning("replica %s can't be used so far: %s", replica.replica_id, str(error).rstrip("."))
         if error.refused:
             if replica.joined:
                 self._generation += 1  # for engines that tell no incarnation: what comes back is another process

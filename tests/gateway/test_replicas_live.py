@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import signal
 import sys
 from collections.abc import AsyncIterator
@@ -13,6 +14,7 @@ import pytest
 
 from gateway.server import main
 from tests.gateway.harness import HANG_GUARD_S, Replica, Running, gateway, tokens, until
+from tests.support.processes import free_port
 
 
 class WorkerProcess(Replica):
@@ -165,3 +167,15 @@ def test_a_wrong_start_is_one_sentence(flags, words, capsys):
     complaint = capsys.readouterr().err
     assert words in complaint
     assert len(complaint.splitlines()) == 1
+
+
+async def test_a_replica_that_was_never_there_is_warned_of_once(caplog):
+    port = free_port()
+    with caplog.at_level(logging.WARNING, "warmgate.replicas"):
+        async with gateway(urls=[f"http://127.0.0.1:{port}"], wait=False, poll_interval_s=0.01) as running:
+            polled = running.app.registry.get(f"127.0.0.1:{port}")
+            await until(lambda: "can't be used" in caplog.text)
+            for _ in range(8):
+                polled.detail = ""
+                await until(lambda: polled.detail, "it is asked again")
+    assert caplog.text.count("can't be used so far") == 1
