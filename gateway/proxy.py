@@ -114,10 +114,10 @@ class Proxy:
             answer = TranslatedAnswer(scope, send, translation, record)
         answer.headers = [(b"x-request-id", record.request_id.encode("ascii"))]
         watch = Watch(scope, guard)
-        visit = None
+        visit, claim = None, ANYONE
         try:
-            identity = self._tenancy.identify(scope)
-            parsed = await self._read(scope, receive, guard, endpoint, translation, identity)
+            identity = self._tenancy.identify(scope, record)
+            parsed = await self._read(scope, receive, guard, endpoint, translation, identity, record)
             if (patience := patience_s(scope)) is not None:
                 guard.hurry(patience)
             record.stream = parsed.stream
@@ -125,7 +125,6 @@ class Proxy:
             exchange = Exchange(record, parsed, guard, answer, scope["headers"], path)
             if self._quarantine.holds(path, parsed.body):
                 raise quarantined()
-            claim = ANYONE
             if identity is not None:
                 visit = exchange.visit = await self._tenancy.admit(identity, parsed, record, answer.headers)
                 claim = visit.claim
@@ -152,7 +151,7 @@ class Proxy:
 
     async def _read(
         self, scope: Scope, receive: Receive, guard: Guard, endpoint: Endpoint, translation: Translation | None,
-        identity: Identity | None,
+        identity: Identity | None, record: RequestRecord,
     ) -> ParsedRequest:  # fmt: skip
         body = await read_body(scope, receive, self._settings.max_body_bytes)
         guard.leave()
@@ -164,6 +163,7 @@ class Proxy:
             if identity is not None:
                 identity.check_model(self._model(parsed))
             return parsed
+        record.asked_model = parsed.model
         model = self._aliases.resolve(parsed.model, self._registry.model_names)
         if identity is not None:
             identity.check_model(parsed.model, model)

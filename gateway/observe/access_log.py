@@ -20,6 +20,7 @@ from gateway.observe.record import RequestRecord
 _log = logging.getLogger("warmgate.access")
 _FLUSH_EVERY_S = 0.1
 _MAX_LINES = 20_000
+_MAX_NAME = 128
 
 
 class AccessLog:
@@ -91,7 +92,7 @@ class AccessLog:
             "time": round(ended_at + self._wall_offset, 3),
             "request_id": record.request_id,
             "endpoint": record.endpoint,
-            "model": record.model,
+            "model": record.model or _printable(record.asked_model),
             "stream": record.stream,
             "status": record.status,
             "end": record.end,
@@ -113,3 +114,8 @@ class AccessLog:
         if record.error:
             line["error"] = record.error
         return line
+
+
+def _printable(name: str) -> str:
+    """What a client wrote, in bounds and without characters that act on a terminal or can't be written."""
+    return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name[:_MAX_NAME])

@@ -25,6 +25,7 @@ class EndState(StrEnum):
 class RequestRecord:
     """Filled in as the request goes. Times are of the monotonic clock, in seconds; None: it never came to that.
 
+    `model` is a served one, or empty; `asked_model` what the client named, whatever that was.
     `broken_at` are replicas that broke off an answer with which others went on, in order.
     tenant, key_id, admission   whose key it came with, and what its limits said; empty without keys
     """
@@ -33,6 +34,7 @@ class RequestRecord:
     endpoint: str
     started_at: float
     model: str = ""
+    asked_model: str = ""
     stream: bool = False
     replica_id: str = ""
     policy: str = ""

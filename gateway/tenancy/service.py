@@ -125,8 +125,9 @@ class Tenancy:
             await asyncio.gather(self._task, return_exceptions=True)
             await self._spent.save()
 
-    def identify(self, scope: Scope) -> Identity | None:
-        """Who sends this; None where no keys are configured. Raises ApiError(401), or 503 while keys can't be known."""
+    def identify(self, scope: Scope, record: RequestRecord | None = None) -> Identity | None:
+        """Who sends this, noted in `record`; None where no keys are configured. Raises ApiError(401), or 503 while keys
+        can't be known."""
         watcher = self._watcher
         if watcher is None:
             return None
@@ -146,6 +147,8 @@ class Tenancy:
         if identity is None:
             self.figures.strangers["unknown"] += 1
             raise wrong_key()
+        if record is not None:
+            record.tenant, record.key_id = identity.tenant, identity.key_id
         return identity
 
     async def admit(self, identity: Identity, parsed: ParsedRequest, record: RequestRecord, headers: Headers) -> Visit:
@@ -153,7 +156,6 @@ class Tenancy:
 
         Raises ApiError(429). A cancelled wait leaves nothing reserved.
         """
-        record.tenant, record.key_id = identity.tenant, identity.key_id
         is_free = parsed.endpoint in _FREE
         prompt, output = (0, 0) if is_free else estimate(parsed)
         cost = prompt + OUTPUT_WEIGHT * min(output, EXPECTED_OUTPUT_TOKENS)

@@ -339,6 +339,24 @@ async def test_operators_pages_and_the_audit_in_the_log(keys: Keys, tmp_path: Pa
     assert key not in log.read_text()
 
 
+async def test_a_model_that_is_not_there_is_in_the_log_with_who_asked_for_it(keys: Keys, tmp_path: Path) -> None:
+    free, bound = keys.make("acme"), keys.make("bound", "fake")
+    log = tmp_path / "access.log"
+    async with gateway(replica(), keys_file=keys.path, access_log=str(log)) as running:
+        for key, model in ((free, "gpt-9"), (bound, "gpt-9"), (bound, "\x1b[2J\u202e" + "x" * 200)):
+            answer = await ask(running, key, model=model)
+            assert answer.json()["error"]["code"] == "model_not_found"
+        assert running.events("warmgate_requests_total") == 3
+        assert b"gpt-9" not in (await running.client.get("/metrics")).content, "clients can't add to the figures"
+    lines = [json.loads(line) for line in log.read_text().splitlines()]
+    assert [(line["tenant"], line["key"]) for line in lines] == [
+        (tenant, keys.ids[key]) for tenant, key in (("acme", free), ("bound", bound), ("bound", bound))
+    ]
+    assert [line["admission"] for line in lines] == ["admitted", None, None]
+    assert [line["model"] for line in lines[:2]] == ["gpt-9", "gpt-9"]
+    assert lines[2]["model"] == r"\x1b[2J\u202e" + "x" * 123
+
+
 @contextlib.asynccontextmanager
 async def full(running: Running, key: str, num_slots: int) -> AsyncIterator[None]:
     """All slots are taken by requests of `key` that won't end; they leave at the end of the block."""
