@@ -17,6 +17,7 @@ either all of them are compiled or none.
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import ctypes
 import hashlib
@@ -181,7 +182,13 @@ def _compile(work: Path) -> None:
         raise CannotBuild(f"mypyc could not compile them: {reason[:300]}")
 
 
-def main() -> int:
+def main(argv: Sequence[str] | None = None) -> int:
+    argparse.ArgumentParser(
+        prog="python -m gateway.compiled",
+        description="Compile the modules that every request runs through most to C, into the cache folder (takes about "
+        "30 s). `warmgate serve` uses the build while it is one of exactly these sources.",
+        epilog=f"{VARIABLE}=0 makes a gateway run without.",
+    ).parse_args(argv)
     try:
         where = build()
     except CannotBuild as error:

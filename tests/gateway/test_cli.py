@@ -68,6 +68,14 @@ def test_a_users_mistake_is_a_sentence(arguments: list[str], words: str) -> None
     assert done.stdout == ""
 
 
+def test_compiling_explains_itself() -> None:
+    done = subprocess.run(
+        [sys.executable, "-m", "gateway.compiled", "--help"], capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 0
+    assert "WARMGATE_COMPILED=0" in done.stdout
+
+
 def test_a_port_in_use_is_a_sentence_for_serve_too() -> None:
     port = free_port()
     with python("-m", "http.server", str(port), "--bind", "127.0.0.1") as server:
