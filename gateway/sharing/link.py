@@ -41,6 +41,7 @@ class Link:
         self._redis: Redis = Redis(connection_pool=pool)
         self._clock = clock
         self._connected = False
+        self._has_answered = False
         self._num_failures = 0
         self._closed_until = 0.0
         self.why_down = "not reached yet"
@@ -56,14 +57,16 @@ class Link:
         return max(self._closed_until - self._clock(), 0.0)
 
     async def call(self, command: Callable[[Redis], Awaitable[_T]], timeout_s: float | None = None) -> _T:
-        """`command` on the client, within `timeout_s` or CALL_S (and a second more to connect). Raises LinkDown."""
+        """`command` on the client, within `timeout_s` or CALL_S (and a second more to connect).
+        The first has a second, too: a process that starts on a busy machine is late itself. Raises LinkDown."""
         if self.retry_in_s > 0.0:
             raise LinkDown(self.why_down)
         try:
             if not self._connected:
                 async with asyncio.timeout(CONNECT_S):
                     await self._redis.ping()
-            async with asyncio.timeout(CALL_S if timeout_s is None else timeout_s):
+            limit_s = CALL_S if timeout_s is None else timeout_s
+            async with asyncio.timeout(limit_s if self._has_answered else max(limit_s, CONNECT_S)):
                 result = await command(self._redis)
         except (RedisError, OSError, TimeoutError) as error:
             await self._failed(error)
@@ -71,7 +74,7 @@ class Link:
         except BaseException:
             await self._drop()
             raise
-        self._connected = True
+        self._connected = self._has_answered = True
         self._num_failures = 0
         return result
 

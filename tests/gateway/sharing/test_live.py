@@ -244,6 +244,14 @@ async def test_a_cancelled_call_drops_its_connection(redis: RedisServer) -> None
     await link.close()
 
 
+async def test_the_first_call_has_longer_than_those_after_it(redis: RedisServer) -> None:
+    link = Link(redis.url)
+    assert await link.raw("BLPOP", "nothing", 0.2) is None  # takes four times what later ones have
+    with pytest.raises(LinkDown, match="does not answer in time"):
+        await link.raw("BLPOP", "nothing", 20.0)
+    await link.close()
+
+
 async def test_a_call_that_fails_opens_the_breaker(redis: RedisServer) -> None:
     now = [0.0]
     link = Link(redis.url, clock=lambda: now[0])
