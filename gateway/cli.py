@@ -15,7 +15,7 @@ from typing import Annotated
 import typer
 
 from gateway.tenancy.command import app as keys_app
-from gateway.tenancy.keys import KeysError
+from gateway.tenancy.keys import KeysError, NoKeysFile
 
 PASS_ON = {"allow_extra_args": True, "ignore_unknown_options": True}
 
@@ -184,7 +184,7 @@ def main() -> None:
         app()
     except (UserError, KeysError) as error:
         print(f"warmgate: {error}", file=sys.stderr)
-        sys.exit(2)
+        sys.exit(1 if isinstance(error, NoKeysFile) else 2)
 
 
 if __name__ == "__main__":

@@ -13,7 +13,7 @@ from typing import Annotated, cast
 
 import typer
 
-from gateway.tenancy.keys import PERIODS, KeysError, Limits, Priority, check_name, new_key, read_period
+from gateway.tenancy.keys import PERIODS, KeysError, Limits, NoKeysFile, Priority, check_name, new_key, read_period
 from gateway.tenancy.store import FileStore, KeyStore, RedisStore
 
 app = typer.Typer(no_args_is_help=True, add_completion=False, help="Make, list and revoke API keys.")
@@ -32,7 +32,8 @@ Budget = Annotated[int, typer.Option("--budget", min=0, help="Tokens in a period
 Period = Annotated[str, typer.Option("--budget-period", help="Its length: 30d, 12h, 1w, or none.")]
 
 
-def _store(file: Path | None, redis: bool, fleet: str) -> KeyStore:
+def _store(file: Path | None, redis: bool, fleet: str, *, makes: bool = False) -> KeyStore:
+    """Raises NoKeysFile where there is none and the command doesn't make it (`makes`)."""
     if redis:
         url = os.environ.get("WARMGATE_REDIS_URL", "").strip()
         if not url:
@@ -40,6 +41,10 @@ def _store(file: Path | None, redis: bool, fleet: str) -> KeyStore:
         return RedisStore(url, fleet)
     if file is None:
         raise KeysError("say where the keys are: --keys-file keys.json, or --keys-redis")
+    if not makes and not file.exists():
+        raise NoKeysFile(
+            f"there is no keys file {file}: warmgate keys create --tenant NAME --keys-file {file} makes it"
+        )
     return FileStore(file)
 
 
@@ -62,7 +67,7 @@ def create(
         raise KeysError(f"{priority!r} is no priority: choose high, normal or low")
     limits = Limits(rpm, tpm, concurrency, budget, read_period(budget_period))
     key, record = new_key(tenant, tuple(model or ()), cast(Priority, priority), limits)
-    _store(keys_file, keys_redis, fleet).put(record)
+    _store(keys_file, keys_redis, fleet, makes=True).put(record)
     typer.echo(f"{record.id} of {tenant}; it is not shown again:", err=True)
     typer.echo(key)
 
@@ -109,8 +114,11 @@ def limit(
     """Set a tenant's own limits in place of those it had; none given takes them away."""
     check_name(tenant)
     limits = Limits(rpm, tpm, concurrency, budget, read_period(budget_period))
-    _store(keys_file, keys_redis, fleet).limit(tenant, limits)
+    store = _store(keys_file, keys_redis, fleet)
+    store.limit(tenant, limits)
     typer.echo(f"{tenant}: {_limits(limits)}.", err=True)
+    if limits.any and all(record.tenant != tenant for record in store.read().keys.values()):
+        typer.echo(f"No key is {tenant}'s yet: warmgate keys create --tenant {tenant} makes one.", err=True)
 
 
 def _limits(limits: Limits) -> str:

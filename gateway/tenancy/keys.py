@@ -30,6 +30,10 @@ class KeysError(Exception):
     """Something is wrong with the keys or where they are kept. The message is one sentence for whoever runs this."""
 
 
+class NoKeysFile(KeysError):
+    """The command was given a file that isn't there."""
+
+
 class Limits(msgspec.Struct, frozen=True, omit_defaults=True):
     """0 is no limit. Tokens are prompt and output tokens together, cached ones included.
 

@@ -12,7 +12,7 @@ from typer.testing import CliRunner
 
 from gateway.tenancy.command import app
 from gateway.tenancy.directory import Directory
-from gateway.tenancy.keys import KeyBook, KeysError, Limits, digest_of, new_key, read_period
+from gateway.tenancy.keys import KeyBook, KeysError, Limits, NoKeysFile, digest_of, new_key, read_period
 from gateway.tenancy.limits import Ledger
 from gateway.tenancy.salt import Salts, narrowed
 from gateway.tenancy.store import FileStore, book_of, fields_of
@@ -165,6 +165,21 @@ class TestCommand:
         assert key not in json.dumps((tmp_path / "keys.json").read_text())
         self.run("revoke", record.id, *at)
         assert FileStore(tmp_path / "keys.json").read().keys == {}
+
+    def test_limits_of_a_tenant_without_keys_are_set_with_a_word(self, tmp_path: Path) -> None:
+        at = ("--keys-file", str(tmp_path / "keys.json"))
+        self.run("create", "--tenant", "acme", *at)
+        assert "No key" not in self.run("limit", "acme", "--rpm", "3", *at)
+        assert "No key is amce's yet" in self.run("limit", "amce", "--rpm", "3", *at)
+        assert "No key" not in self.run("limit", "amce", *at), "taking them away needs no key"
+
+    @pytest.mark.parametrize("words", [("list",), ("revoke", "key_none"), ("limit", "acme", "--rpm", "3")])
+    def test_only_create_makes_the_file(self, tmp_path: Path, words: tuple[str, ...]) -> None:
+        path = tmp_path / "keys.json"
+        result = CliRunner().invoke(app, [*words, "--keys-file", str(path)])
+        assert isinstance(result.exception, NoKeysFile)
+        assert str(path) in str(result.exception)
+        assert list(tmp_path.iterdir()) == []
 
     def test_mistakes_are_sentences(self, tmp_path: Path) -> None:
         at = ("--keys-file", str(tmp_path / "keys.json"))
