@@ -17,6 +17,7 @@ from gateway.admin import admin_routes, check_operator, is_operator
 from gateway.answer import request_id
 from gateway.observe.advice import report
 from gateway.observe.metrics import CONTENT_TYPE
+from gateway.observe.watched import together, watched_by
 from gateway.openapi import document
 from gateway.siblings import pid_header
 
@@ -106,7 +107,19 @@ def cold_routes(gateway: Gateway) -> Starlette:
     async def advice(request: Request) -> Response:
         """Whether a shadow policy would pay, in sentences (`warmgate advise` prints them)."""
         check_operator(gateway, request)
-        return _json(report(gateway.router.shadows, gateway.settings.policy))
+        siblings, shadows, live = gateway.siblings, gateway.router.shadows, gateway.settings.policy
+        if siblings is None or shadows is None:
+            return _json(report(shadows, live))
+        own = watched_by(shadows)
+        if not siblings.concerns_all(request):
+            return _json({**report(own, live), "sums": own})
+        parts = [own, *await siblings.watched()]
+        told = report(together(parts), live)
+        if (num_silent := siblings.count - len(parts)) > 0:
+            told["sentences"].append(
+                f"{num_silent} of {siblings.count} processes did not answer: this is without them."
+            )
+        return _json({**told, "num_processes": len(parts)})
 
     async def openapi(request: Request) -> Response:
         return Response(described, media_type="application/json")

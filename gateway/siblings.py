@@ -20,6 +20,7 @@ from starlette.requests import Request
 
 from engine_worker.contract.errors import ApiError
 from gateway.observe.merge import Tally, merged
+from gateway.observe.watched import Told, Watched
 from gateway.orders import OrderBook
 from gateway.processes import Place
 
@@ -35,6 +36,7 @@ class Siblings:
 
     def __init__(self, place: Place) -> None:
         self._place = place
+        self.count = place.count
         self.orders = OrderBook(place.folder)
 
     def concerns_all(self, request: Request) -> bool:
@@ -48,6 +50,12 @@ class Siblings:
             if isinstance(answer, httpx.Response) and answer.status_code == 200:
                 texts[number] = (int(answer.headers[_PID_HEADER]), answer.text)
         return await asyncio.to_thread(_with_tally, self._place.folder / "tally.json", texts)
+
+    async def watched(self) -> list[Watched]:
+        """What the shadow policies of those siblings have seen that answer."""
+        answers = (await self._ask("GET", "/advice", {}, {})).values()
+        told = [each.content for each in answers if isinstance(each, httpx.Response) and each.status_code == 200]
+        return [msgspec.json.decode(content, type=Told).sums for content in told]
 
     async def repeat(self, request: Request) -> list[dict[str, Any]]:
         """The same order to every sibling; their answers. Raises ApiError(503) where one did not take it."""

@@ -14,6 +14,7 @@ from prometheus_client.metrics_core import CounterMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from gateway.observe.shadow import Shadow, Shadows
+from gateway.observe.watched import Seen, Watched
 
 ENOUGH = 200
 WORTH = 0.05
@@ -31,7 +32,7 @@ class Advice:
     figures: dict[str, float]
 
 
-def advice_on(shadow: Shadow, live: str) -> Advice:
+def advice_on(shadow: Shadow | Seen, live: str) -> Advice:
     faded = shadow.faded
     figures = {
         "num_decisions": float(shadow.num_decisions),
@@ -49,7 +50,7 @@ def advice_on(shadow: Shadow, live: str) -> Advice:
     return Advice(shadow.spec, verdict, _sentence(shadow.spec, live, verdict, figures), figures)
 
 
-def _verdict(shadow: Shadow) -> Verdict:
+def _verdict(shadow: Shadow | Seen) -> Verdict:
     if shadow.num_decisions < ENOUGH:
         return "too_few"
     difference, live = shadow.faded.mean("difference_s"), shadow.faded.mean("live_total_s")
@@ -78,7 +79,7 @@ def _sentence(policy: str, live: str, verdict: Verdict, figures: dict[str, float
     return f"{policy} would make no difference worth having: {basis}. Keep {live}."
 
 
-def report(shadows: Shadows | None, live: str) -> dict[str, Any]:
+def report(shadows: Shadows | Watched | None, live: str) -> dict[str, Any]:
     """What /advice answers: sentences for people, figures for programs."""
     if shadows is None or not shadows.shadows:
         sentence = (
@@ -101,7 +102,7 @@ def report(shadows: Shadows | None, live: str) -> dict[str, Any]:
     }
 
 
-def _doubt(shadows: Shadows) -> str | None:
+def _doubt(shadows: Shadows | Watched) -> str | None:
     """When the seconds that everything is judged by don't come true."""
     if shadows.num_realised < ENOUGH or not shadows.realised_s:
         return None

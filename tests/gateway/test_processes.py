@@ -87,6 +87,7 @@ def two_processes(redis: RedisServer, port: int, worker_port: int) -> Iterator[P
         "WARMGATE_PROCESSES": "2",
         "WARMGATE_SECRET": SECRET["x-warmgate-secret"],
         "WARMGATE_ACCESS_LOG": "",
+        "WARMGATE_SHADOW_POLICIES": "least_loaded",
     }
     with python("-m", "gateway.server", env=env) as process:
         process.until_http(f"http://127.0.0.1:{port}/ready")
@@ -130,6 +131,9 @@ def test_two_processes_count_drain_restart_and_stop_as_one() -> None:
         assert {answer.status_code for answer in answers} == {200}
         assert len({answer.headers["x-request-id"] for answer in answers}) == 20
         assert num_ended(port) == counted + 20
+        advice = [HTTP.get(f"http://127.0.0.1:{port}/advice").json() for _ in range(6)]
+        assert {each["num_processes"] for each in advice} == {2}
+        assert all(len(each["sentences"]) == 1 for each in advice), "one for the one policy, and none is silent"
 
         url = f"http://127.0.0.1:{port}/admin/drain"
         assert HTTP.post(url, headers=SECRET).json()["draining"] is True

@@ -5,12 +5,14 @@ from __future__ import annotations
 import random
 from collections.abc import Iterator
 
+import msgspec
 import pytest
 from typer.testing import CliRunner
 
 from gateway.cli import app as cli
 from gateway.observe.advice import ENOUGH, advice_on, report
 from gateway.observe.shadow import MAX_AWAITED, WINDOW, Shadows
+from gateway.observe.watched import Told, together, watched_by
 from policies.events import Dispatched, Failed, FailureKind, FirstToken
 from policies.fleet import FleetState
 from policies.registry import UnknownPolicy, make_policy
@@ -148,6 +150,21 @@ def test_expected_seconds_are_held_against_what_came(fleet: FleetState) -> None:
     told = report(watching, "warm")
     assert told["realised_ttft_s"] == pytest.approx(5.0)
     assert "Take these seconds with care" in told["sentences"][-1]
+
+
+def test_what_two_processes_saw_adds_up(fleet: FleetState) -> None:
+    one, two, both = (shadows("warm", "round_robin") for _ in range(3))
+    for watching, name, count in ((one, "a", 150), (two, "b", 120)):
+        watch(fleet, watching, live=name, count=count)
+        watch(fleet, both, live=name, count=count)
+    parts = [
+        msgspec.json.decode(msgspec.json.encode({"sums": watched_by(each)}), type=Told).sums for each in (one, two)
+    ]
+    told, expected = report(together(parts), "round_robin"), report(both, "round_robin")
+    assert report(one, "round_robin")["policies"][0]["verdict"] == "too_few", "neither could tell alone"
+    assert [each["verdict"] for each in told["policies"]] == [each["verdict"] for each in expected["policies"]]
+    for figure in ("num_decisions", "elsewhere_share", "difference_s", "cached_share"):
+        assert told["policies"][0][figure] == pytest.approx(expected["policies"][0][figure], rel=0.01), figure
 
 
 def test_what_is_awaited_is_bounded_and_ends_with_its_request(fleet: FleetState) -> None:
