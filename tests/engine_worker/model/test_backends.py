@@ -332,7 +332,7 @@ def test_a_wrong_backend_is_noticed() -> None:
 
 
 def test_unknown_backends_are_refused_with_the_choices() -> None:
-    with pytest.raises(ModelError, match="auto, reference, cpu, native or triton"):
+    with pytest.raises(ModelError, match="auto, reference, cpu, native, triton or flashinfer"):
         make_backend("flash", CPU)
     assert make_backend("auto", CPU).name == ("cpu" if native.current() is None else "native")
     with pytest.raises(ModelError, match="can't run on cuda"):
