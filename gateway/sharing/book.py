@@ -137,8 +137,7 @@ class Book:
                     )
                 )  # fmt: skip
             case wire.Finish():
-                request_id = self._id(peer, item.request_id)
-                peer.leases.pop(request_id, None)
+                request_id = self._over(peer, item, now)
                 self._apply(
                     Finished(
                         now - item.age_s, ReplicaId(item.replica_id), request_id, item.num_output_tokens,
@@ -146,8 +145,7 @@ class Book:
                     )
                 )  # fmt: skip
             case wire.Fail():
-                request_id = self._id(peer, item.request_id)
-                peer.leases.pop(request_id, None)
+                request_id = self._over(peer, item, now)
                 kind = _FAILURES.get(item.kind, FailureKind.CANCELLED)
                 self._apply(Failed(now - item.age_s, ReplicaId(item.replica_id), request_id, kind))
             case wire.Leases():
@@ -168,8 +166,19 @@ class Book:
     def _id(self, peer: Peer, request_id: str) -> str:
         return f"{peer.gateway_id}:{request_id}"
 
+    def _over(self, peer: Peer, item: wire.Finish | wire.Fail, now: float) -> str:
+        """A request's end as the peer tells it; its id here. What it had elsewhere, as far as we heard, ends too: the
+        news that it had moved on (a failover, a resumed stream) may have been lost."""
+        request_id = self._id(peer, item.request_id)
+        if peer.leases.get(request_id, item.replica_id) != item.replica_id:
+            self._end(peer, request_id, now)
+        peer.leases.pop(request_id, None)
+        return request_id
+
     def _dispatch(self, peer: Peer, item: wire.Dispatch, now: float) -> None:
         request_id, replica_id = self._id(peer, item.request_id), ReplicaId(item.replica_id)
+        if peer.leases.get(request_id, replica_id) != replica_id:
+            self._end(peer, request_id, now)  # it has moved on, and that news was lost
         if not self._fleet.matches(replica_id, item.incarnation, item.space) or len(peer.leases) >= MAX_LEASES:
             return
         if not self._fleet.has_lease(request_id):

@@ -87,7 +87,8 @@ def leftovers(now: Held, before: Held) -> dict[str, str]:
     for number, (gateway, first) in enumerate(zip(now.gateways, before.gateways, strict=True)):
         slots = gateway.num_in_flight + gateway.num_queued + gateway.num_at_replicas
         if slots:
-            found["slots"].append(f"gateway {number} holds {slots}")
+            places = f"{gateway.num_in_flight} in flight, {gateway.num_queued} queued"
+            found["slots"].append(f"gateway {number} holds {places}, {gateway.num_at_replicas} at replicas")
         if gateway.num_tasks != first.num_tasks:
             found["tasks"].append(f"gateway {number} has {gateway.num_tasks} tasks, had {first.num_tasks}")
         if gateway.num_fds > first.num_fds + FDS_ALLOWED:

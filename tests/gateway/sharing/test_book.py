@@ -84,6 +84,23 @@ def test_what_is_about_another_process_cut_or_replica_is_passed_over(here: Here,
     assert here.fleet.num_leases() == book.num_leases == 0
 
 
+@pytest.mark.parametrize(
+    "later",
+    [
+        [wire.Finish(0.0, "1", "b", 5, 0, 35)],
+        [wire.Fail(0.0, "1", "b", "broken")],
+        [dispatch("1", replica="b"), wire.Finish(0.0, "1", "b", 5, 0, 35)],
+        [dispatch("1", replica="b", incarnation="two")],
+        [wire.Leases([dispatch("1", replica="b")]), wire.Leases([])],
+    ],
+)
+def test_a_request_that_moved_on_unheard_leaves_nothing_where_it_was(here: Here, book: Book, later) -> None:
+    book.receive(said(1, dispatch("1")), 1.0)
+    book.receive(said(3, *later), 2.0)  # message 2 told that it failed at `a` and went to `b`
+    book.check_invariants()
+    assert (waiting(here), waiting(here, "b"), here.fleet.num_leases(), book.num_leases) == (0, 0, 0, 0)
+
+
 def test_a_number_seen_before_is_skipped(here: Here, book: Book) -> None:
     book.receive(said(1, dispatch("1")), 1.0)
     book.receive(said(1, dispatch("2")), 1.0)
