@@ -26,6 +26,7 @@ from gateway.http_protocol import GatewayProtocol
 from gateway.processes import Place, listeners, run_processes, share_of
 from gateway.siblings import Siblings
 from gateway.tenancy.keys import KeysError
+from gateway.upstream_connection import SOCKET_BUFFER_BYTES
 from policies.registry import UnknownPolicy
 
 _log = logging.getLogger("warmgate")
@@ -158,6 +159,9 @@ def _listen(host: str, port: int, reuse_port: bool = False) -> socket.socket:
     listener = socket.socket(family, kind, protocol)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        # Connections inherit it. Without a bound the kernel lets a slow reader's buffer grow to megabytes, and with a
+        # thousand of them it runs out of memory for TCP and drops everybody's packets.
+        listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SOCKET_BUFFER_BYTES)
         if reuse_port:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEPORT, 1)
         listener.bind(address)

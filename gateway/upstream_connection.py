@@ -22,6 +22,7 @@ from typing import Protocol
 import httptools
 
 MAX_SILENT_BYTES = 256 * 1024  # of head, chunk extensions or trailers at a time
+SOCKET_BUFFER_BYTES = 128 * 1024  # of the kernel, for each direction of a stream (Linux takes twice that)
 MAX_BUFFERED_BYTES = 256 * 1024
 
 
@@ -223,6 +224,7 @@ class Connection(asyncio.Protocol):
         own_socket = transport.get_extra_info("socket")
         if own_socket is not None and own_socket.family in (socket.AF_INET, socket.AF_INET6):
             own_socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            own_socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, SOCKET_BUFFER_BYTES)
 
     def data_received(self, data: bytes) -> None:
         if self.phase is Phase.IDLE or self.phase is Phase.WHOLE:

@@ -17,6 +17,7 @@ import argparse
 import asyncio
 import os
 import secrets
+import socket
 import sys
 import time
 from collections import deque
@@ -29,6 +30,7 @@ from engine_worker.contract.resume import RESUME_PATH, ResumeOrder
 from engine_worker.contract.state import WorkerState
 from loadtest.fake_script import End, Gone, Log, Play, Script, error_object, respond
 
+SEND_BUFFER_BYTES = 128 * 1024
 _MAX_ENDS = 20_000
 
 
@@ -48,7 +50,10 @@ class FakeWorker:
 
     async def listen(self, host: str, port: int) -> asyncio.Server:
         """Start serving on the running loop. Raises OSError."""
-        return await asyncio.start_server(self._connection, host, port, limit=64 * 1024 * 1024)
+        server = await asyncio.start_server(self._connection, host, port, limit=64 * 1024 * 1024)
+        for listener in server.sockets:  # connections inherit it; as the bundled worker's (serving/server.py)
+            listener.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
+        return server
 
     async def serve(self, host: str, port: int) -> None:
         """Serve until cancelled, saying where on standard output."""

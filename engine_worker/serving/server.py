@@ -25,6 +25,7 @@ from engine_worker.serving.worker import Worker
 
 logger = logging.getLogger("warmgate.worker")
 
+SEND_BUFFER_BYTES = 128 * 1024  # of the kernel, a connection (Linux takes twice that)
 _CLOSE_S = 3  # for responses to be written out after the last request has ended
 
 
@@ -48,6 +49,8 @@ def bind(host: str, port: int) -> socket.socket:
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     sock = socket.socket(family, socket.SOCK_STREAM)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    # Connections inherit it: the kernel would let the buffer of each slow reader grow to megabytes.
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF, SEND_BUFFER_BYTES)
     try:
         sock.bind((host, port))
         sock.listen(2048)

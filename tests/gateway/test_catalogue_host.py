@@ -7,6 +7,7 @@ import contextlib
 import logging
 import resource
 import signal
+import socket
 import sys
 import time
 from collections.abc import AsyncIterator
@@ -16,6 +17,8 @@ import httpx
 from gateway import garbage
 from gateway.observe.histogram import Buckets
 from gateway.observe.lag import LoopWatch
+from gateway.server import _listen
+from gateway.upstream_connection import SOCKET_BUFFER_BYTES
 from tests.gateway.harness import CHAT, HANG_GUARD_S, Replica, gateway, until
 
 
@@ -154,3 +157,12 @@ async def test_full_collections_wait_for_a_quiet_moment_but_not_for_ever(monkeyp
     monkeypatch.setattr(garbage, "MAX_WAIT_S", 0.05)
     await collected.wait()
     collections.close()
+
+
+def test_the_kernel_keeps_no_more_for_a_slow_reader_than_was_allowed_it():
+    """Row 27. Left to itself it lets a buffer grow to megabytes; a thousand slow readers then cost everybody packets."""
+    listener = _listen("127.0.0.1", 0)
+    with listener, socket.create_connection(listener.getsockname()[:2]):
+        accepted, _ = listener.accept()
+        with accepted:
+            assert accepted.getsockopt(socket.SOL_SOCKET, socket.SO_SNDBUF) <= 2 * SOCKET_BUFFER_BYTES
