@@ -160,7 +160,7 @@ async def test_full_collections_wait_for_a_quiet_moment_but_not_for_ever(monkeyp
 
 
 def test_the_kernel_keeps_no_more_for_a_slow_reader_than_was_allowed_it():
-    """Row 27. Left to itself it lets a buffer grow to megabytes; a thousand slow readers then cost everybody packets."""
+    """Row 27. Left to itself it lets a buffer grow to megabytes; of a thousand readers that costs everybody packets."""
     listener = _listen("127.0.0.1", 0)
     with listener, socket.create_connection(listener.getsockname()[:2]):
         accepted, _ = listener.accept()
