@@ -28,7 +28,7 @@ from torch import Tensor
 from engine_worker.model.attention import AttentionCall
 from engine_worker.model.errors import ModelError
 from engine_worker.model.kv_tensors import KVTensors, LayerShape
-from engine_worker.model.mask_kinds import CHUNKED, SLIDING, MaskClassifier, MaskKind
+from engine_worker.model.mask_kinds import CHUNKED, SLIDING, MaskClassifier
 from engine_worker.model.packing import PackedBatch
 from engine_worker.model.transfer import to_device
 
@@ -134,7 +134,7 @@ class FlashInferBackend:
             raise ModelError(f"FlashInfer knows heads of {known} numbers, this model's have {dim}: {_INSTEAD}.")
         if call.sinks is not None:
             raise ModelError(f"This model's attention has sinks, which FlashInfer's kernels don't: {_INSTEAD}.")
-        mask = self._mask_of(call, batch)
+        mask = self._classifier.kind_in_step(call.mask, call.query.device, batch.memo)
         if mask is None or mask.kind == CHUNKED:
             raise ModelError(f"This model has attention masks beyond causal and sliding windows: {_INSTEAD}.")
         return LayerKind(
@@ -146,14 +146,6 @@ class FlashInferBackend:
             softcap=call.softcap or 0.0,
             scaling=call.scaling,
         )
-
-    def _mask_of(self, call: AttentionCall, batch: PackedBatch) -> MaskKind | None:
-        key = (MaskKind, call.mask.mask_function)
-        if key not in batch.memo:
-            batch.memo[key] = self._classifier.classify(call.mask, call.query.device)
-        mask = batch.memo[key]
-        assert mask is None or isinstance(mask, MaskKind)
-        return mask
 
     def _plan(self, kind: LayerKind, batch: PackedBatch) -> _Planned:
         step = batch.memo.get(_Step)

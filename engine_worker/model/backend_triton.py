@@ -52,7 +52,7 @@ class TritonBackend:
         return self._classifier.unknown_names
 
     def attend(self, call: AttentionCall, batch: PackedBatch, kv: KVTensors) -> torch.Tensor:
-        kind = self._kind(call, batch)
+        kind = self._classifier.kind_in_step(call.mask, call.query.device, batch.memo)
         if kind is None:
             kv.write(call.layer, batch.slots, call.key, call.value)
             return attend_written(call, batch, kv)
@@ -67,14 +67,6 @@ class TritonBackend:
         """Programs that share a short tile's keys, so that the device is full."""
         wanted = -(-_WAVES * self._num_cores // max(1, num_tiles * num_kv_heads))
         return 1 << (min(wanted, MAX_SPLITS).bit_length() - 1)
-
-    def _kind(self, call: AttentionCall, batch: PackedBatch) -> MaskKind | None:
-        key = (MaskKind, call.mask.mask_function)
-        if key not in batch.memo:
-            batch.memo[key] = self._classifier.classify(call.mask, call.query.device)
-        kind = batch.memo[key]
-        assert kind is None or isinstance(kind, MaskKind)
-        return kind
 
     def _write(self, call: AttentionCall, slots: torch.Tensor, kv: KVTensors) -> None:
         """Leftovers behind a request's end are never loaded, so unlike other backends this need not look for NaN."""

@@ -62,6 +62,15 @@ class MaskClassifier:
         """Those functions, as their code calls them."""
         return tuple(sorted(self._unknown_names))
 
+    def kind_in_step(self, tag: MaskTag, device: torch.device, memo: dict[object, object]) -> MaskKind | None:
+        """As `classify`, asked once a step for all layers; `memo` lives as long as the step's batch."""
+        key = (MaskKind, tag.mask_function)
+        if key not in memo:
+            memo[key] = self.classify(tag, device)
+        kind = memo[key]
+        assert kind is None or isinstance(kind, MaskKind)
+        return kind
+
     def classify(self, tag: MaskTag, device: torch.device) -> MaskKind | None:
         """The tag's kind; None where it is none of the known ones. `device` is where the function's tensors live."""
         if tag.is_causal:
