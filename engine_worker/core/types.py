@@ -11,7 +11,7 @@ through the plan and never changes them. Nothing here imports torch, a clock or 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from typing import NewType
 
@@ -170,6 +170,10 @@ class Segment:
     @property
     def draft_ids(self) -> tuple[int, ...]:
         return tuple(self.token_ids[len(self.token_ids) - self.num_drafts :])
+
+    def without_drafts(self) -> Segment:
+        """The same up to the last token that is no guess."""
+        return replace(self, token_ids=self.token_ids[: len(self.token_ids) - self.num_drafts], num_drafts=0)
 
     @property
     def num_rows(self) -> int:

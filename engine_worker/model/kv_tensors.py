@@ -138,6 +138,13 @@ class KVTensors:
                         tensor[block * self.block_size : (block + 1) * self.block_size].zero_()
             self._polluted.discard(block)
 
+    def wipe(self, slots: list[int]) -> None:
+        """Zero what is in these slots. Blocks that were polluted by it stay suspect."""
+        for index in range(self.num_layers):
+            for rows in self.rows(index):
+                for tensor in rows.tensors():
+                    tensor[slots] = 0
+
     def check_invariants(self) -> None:
         """Every non-finite row lies in a block that is known to be polluted. Reads the whole cache: tests only."""
         for pair in self._layers:

@@ -7,6 +7,7 @@ each request, both dropped by `release`.
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Protocol
 
 import torch
@@ -18,7 +19,7 @@ from engine_worker.core.types import Refusal, Request, SampledToken, Segment, St
 from engine_worker.model.packed_model import PackedModel
 from engine_worker.model.packing import BlockTables, PackedBatch, fresh_blocks, pack
 from engine_worker.model.prompt_scores import score_prompts
-from engine_worker.model.sampler import Sampler
+from engine_worker.model.sampler import UNSOUND, Sampler
 from engine_worker.model.sampler_deferred import DeferredSampling
 from engine_worker.model.transfer import to_device
 
@@ -104,6 +105,12 @@ class ModelRunner:
         if not segments:
             return StepResult({}, failed)
 
+        result = self._run(segments, failed)
+        guessed = [segment for segment in segments if segment.num_drafts]
+        return self._despite(guessed, result) if guessed else result
+
+    def _run(self, segments: Sequence[Segment], failed: dict[str, str]) -> StepResult:
+        """Compute these segments and sample. `failed` are requests that the result is to have among its own."""
         kv = self._model.kv
         if kv.has_polluted_blocks:
             kv.scrub([block for segment in segments for block in fresh_blocks(segment, kv.block_size)])
@@ -126,6 +133,32 @@ class ModelRunner:
         sampled, unsound = self._sampler.sample(logits[:num_rows], [segments[index] for index in sampling])
         failed = {**failed, **unsound, **unscored}
         return StepResult(sampled, failed, self._sampler.completed, scores, self._sampler.following)
+
+    def _despite(self, guessed: Sequence[Segment], result: StepResult) -> StepResult:
+        """The step's result as if no guess had ever been computed whose keys or values are not finite.
+
+        Such a guess is hidden from the tokens before it by a weight of 0, but 0 * NaN is NaN: it takes them along. Who
+        failed is therefore asked once more, without guesses, which tells whether the tokens themselves are to blame.
+        And what a wrong guess left behind the output is wiped, for it would come with the padding of a later step.
+        """
+        kv = self._model.kv
+        if kv.has_polluted_blocks:
+            for segment in guessed:
+                num_right = len(result.following.get(segment.request.request_id, ()))
+                kv.wipe(_slots(segment, segment.end - segment.num_drafts + num_right, kv.block_size))
+        doubted = [segment for segment in guessed if result.failed.get(segment.request.request_id) == UNSOUND]
+        if not doubted:
+            return result
+        names = {segment.request.request_id for segment in doubted}
+        others = {name: reason for name, reason in result.failed.items() if name not in names}
+        again = self._run([segment.without_drafts() for segment in doubted], others)
+        return replace(
+            again,
+            sampled={**result.sampled, **again.sampled},
+            completed=result.completed | again.completed,
+            prompt_logprobs={**result.prompt_logprobs, **again.prompt_logprobs},
+            following=result.following,
+        )
 
     @torch.inference_mode()
     def launch(self, plan: StepPlan) -> LaunchedStep:
@@ -188,6 +221,14 @@ class ModelRunner:
             "send ids made by this model's tokenizer."
         )
         return False
+
+
+def _slots(segment: Segment, start: int, block_size: int) -> list[int]:
+    """Where the segment's positions from `start` on lie in the cache."""
+    return [
+        segment.block_ids[position // block_size] * block_size + position % block_size
+        for position in range(start, segment.end)
+    ]
 
 
 def _put_sampled(batch: PackedBatch, segments: Sequence[Segment], last: DeferredSampling) -> None:

@@ -6,7 +6,12 @@ import pytest
 import torch
 
 from engine_worker.core.types import BlockId, FinishReason, Request, SamplingParams, Segment, StepPlan
+from engine_worker.model.attention import AttentionBackend
+from engine_worker.model.backend_cpu import CPUBackend
+from engine_worker.model.backend_native import NativeBackend
+from engine_worker.model.backend_reference import ReferenceBackend
 from engine_worker.model.packing import BlockTables, fresh_blocks
+from tests.engine_worker.model.native import AUTO, library_for
 from tests.engine_worker.model.serving import Answer, TinyEngine
 from tests.engine_worker.model.tiny_models import VOCAB, tiny_model
 
@@ -16,10 +21,10 @@ POISON = 50  # the token whose embedding is NaN in poisoned models
 GREEDY = SamplingParams(max_tokens=8, temperature=0.0)
 
 
-def poisoned() -> TinyEngine:
+def poisoned(num_blocks: int = 12, backend: AttentionBackend | None = None) -> TinyEngine:
     module = tiny_model("llama")
     module.get_input_embeddings().weight[POISON] = float("nan")
-    return TinyEngine(module, num_blocks=12)
+    return TinyEngine(module, num_blocks=num_blocks, backend=backend)
 
 
 def clean_prompt(length: int, first: int = 3) -> list[int]:
@@ -60,6 +65,46 @@ def test_a_request_cancelled_in_a_poisoned_prefill_leaves_nothing_behind() -> No
     engine.cancel(request_id)
     expected = TinyEngine(tiny_model("llama"), budget=8).run([clean_prompt(30)], 8)[0]
     assert engine.run([clean_prompt(30)], 8)[0].token_ids == expected.token_ids
+
+
+@pytest.mark.parametrize("num_right", range(4))
+@pytest.mark.parametrize("name", ["cpu", "reference", "native"])
+def test_a_poisoned_guess_costs_its_request_nothing(name: str, num_right: int) -> None:
+    """Neither in its own step, where earlier tokens multiply it by 0, nor behind the output, where it is padding."""
+    backend: AttentionBackend
+    match name:
+        case "cpu":
+            backend = CPUBackend()
+        case "reference":
+            backend = ReferenceBackend()
+        case _:
+            backend = NativeBackend(library_for(AUTO))
+    prompts = [clean_prompt(11), clean_prompt(6, first=7), clean_prompt(21, first=5), clean_prompt(3), [9, POISON, 8]]
+    healthy = prompts[:4]
+    expected = [answer.token_ids for answer in TinyEngine(tiny_model("llama")).run(healthy, 16)]
+    assert not any(POISON in token_ids for token_ids in expected)
+    engine = poisoned(num_blocks=64, backend=backend)
+
+    def guess(request: Request, most: int) -> list[int]:
+        coming = expected[int(request.request_id[1:])][len(request.output_ids) :]
+        return [*coming[:num_right], POISON, POISON][:most]
+
+    engine.guess = guess
+    *well, sick = engine.run(prompts, 16)
+    assert [answer.token_ids for answer in well] == expected
+    assert sick.finish_reason is FinishReason.ERROR
+    assert engine.scheduler.stats().num_draft_tokens > 0
+
+
+def test_a_poisoned_token_fails_its_request_also_where_it_was_guessed() -> None:
+    module = tiny_model("llama")
+    said = TinyEngine(module).run([clean_prompt(11)], 8)[0].token_ids
+    first = said.index(said[3])
+    module.get_input_embeddings().weight[said[3]] = float("nan")
+    engine = TinyEngine(module, guess=lambda request, most: said[len(request.output_ids) :][:most])
+    answer = engine.run([clean_prompt(11)], 8)[0]
+    assert answer.finish_reason is FinishReason.ERROR
+    assert answer.token_ids == said[: first + 1]
 
 
 @pytest.mark.parametrize("outside", [VOCAB, -1, 1 << 40])
