@@ -254,17 +254,17 @@ async def _stream(
         pieces += generation.take(call, await call.news())
     pieces.sort(key=lambda item: item[0] != 0)  # stable: the first choice's pieces lead
     await exchange.start(200, [*sse.HEADERS, *generation.headers()])
-    opened = {0} if is_opened else set()
+    num_opened = 1 if is_opened else 0
     marks = generation.marks
     frames, ping = (sse.frames, sse.PING) if marks is None else (marks.frames, marks.ping())
     try:
         while True:
             payloads: list[bytes] = []
             for index, piece in pieces:
-                if index not in opened:
-                    opened.add(index)
-                    payloads += reply.opening(index)
                 made = [] if piece.is_empty else reply.chunks(index, piece)
+                for due in range(num_opened, index + 1):  # a choice never begins before those ahead of it
+                    payloads += reply.opening(due, has_text=due == index and bool(made))
+                num_opened = max(num_opened, index + 1)
                 payloads += made
                 if marks is not None:
                     marks.passed(bool(made))

@@ -65,8 +65,8 @@ class Reply(Protocol):
         """
         ...
 
-    def opening(self, index: int) -> list[bytes]:
-        """Chunks that come before a choice's first text."""
+    def opening(self, index: int, has_text: bool) -> list[bytes]:
+        """Chunks that a choice begins with. `has_text`: its first text follows at once."""
         ...
 
     def chunks(self, index: int, piece: Piece) -> list[bytes]:
@@ -150,7 +150,7 @@ class ChatReply:
             "stop_reason": piece.stop_reason,
         }
 
-    def opening(self, index: int) -> list[bytes]:
+    def opening(self, index: int, has_text: bool) -> list[bytes]:
         return [self._delta(index, {"role": "assistant", "content": ""})]
 
     def chunks(self, index: int, piece: Piece) -> list[bytes]:
@@ -252,8 +252,8 @@ class CompletionReply:
                 choice["prompt_logprobs"] = prompt_logprobs(scores, self._num_prompt_logprobs, self._tokens)
         return encode(self._envelope.json(choices, usage=usage.json()))
 
-    def opening(self, index: int) -> list[bytes]:
-        return []
+    def opening(self, index: int, has_text: bool) -> list[bytes]:
+        return [] if has_text else self.chunks(index, Piece())
 
     def chunks(self, index: int, piece: Piece) -> list[bytes]:
         return [encode(self._envelope.json([self._choice(index, piece)], **self._more))]

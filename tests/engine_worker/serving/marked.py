@@ -104,7 +104,9 @@ def _rough(events: list[str]) -> list[str]:
     return [re.sub(r"-?\d+\.\d+", "#", event) for event in events]
 
 
-class _Exchange:
+class WrittenExchange:
+    """Keeps what is written to it."""
+
     def __init__(self) -> None:
         self.body = b""
 
@@ -162,7 +164,7 @@ class Bench:
             read.id, read.created, prepared.model, self.tokens, prepared.num_logprobs, prepared.include_usage,
             None, prepared.tools,
         )  # fmt: skip
-        exchange = _Exchange()
+        exchange = WrittenExchange()
         call = _Call(tokens[len(read.output_ids) :], sizes, reason)
         with self.metrics.request(prepared, 0.0) as metrics:
             marks = resume.marks_for(prepared, b"all")

@@ -73,7 +73,7 @@ def test_a_whole_completion() -> None:
 
 def test_the_chunks_of_a_chat() -> None:
     reply = chat()
-    [opening] = parsed(reply.opening(0))
+    [opening] = parsed(reply.opening(0, has_text=True))
     [text, end] = parsed(reply.chunks(0, HI))
     assert opening["choices"][0]["delta"] == {"role": "assistant", "content": ""}
     assert text["choices"][0]["delta"] == {"content": "hi"}
@@ -97,7 +97,7 @@ def test_what_stopped_an_answer_is_told_beside_its_finish_reason(make: Any, reas
 @pytest.mark.parametrize("make", [chat, completion])
 def test_usage_comes_in_a_chunk_of_its_own(make: Any) -> None:
     reply = make(include_usage=True)
-    chunks = parsed([*reply.opening(0), *reply.chunks(0, HI)])
+    chunks = parsed([*reply.opening(0, has_text=True), *reply.chunks(0, HI)])
     assert all(chunk["usage"] is None for chunk in chunks)
     [last] = parsed(reply.closing(USAGE))
     assert last["choices"] == []
