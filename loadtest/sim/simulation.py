@@ -28,6 +28,8 @@ from policies.events import FailureKind
 from policies.retry import RETRY_AFTER_S, Outcome, Retry, next_step
 from policies.types import PrefixChain, ReplicaId, ReplicaStatus, RouteRequest
 
+_MAKES_NO_ROOM = (events.Dispatched, events.StatsReported)
+
 
 class Replica:
     """An engine that can die and come back empty. `engine` is None while it is dead."""
@@ -123,21 +125,25 @@ class Simulation:
 
     def _tell_all(self, event: events.Event) -> None:
         for gateway in self.gateways:
-            gateway.see(event)
+            self._show(gateway, event)
 
     def _tell(self, job: Job, event: events.Event) -> None:
         """The job's gateway knows at once, the others later."""
         for index, gateway in enumerate(self.gateways):
             if index == job.gateway:
-                gateway.see(event)
-                if not isinstance(event, events.Dispatched):
-                    gateway.poll(self.clock.now)
+                self._show(gateway, event)
             else:
                 self.clock.at(self.clock.now + self.setup.conditions.share_delay_s, self._hear, gateway, event)
 
     def _hear(self, gateway: SimGateway, event: events.Event) -> None:
         """News from another gateway, by the hearer's own clock."""
-        gateway.see(replace(event, at=self.clock.now))
+        self._show(gateway, replace(event, at=self.clock.now))
+
+    def _show(self, gateway: SimGateway, event: events.Event) -> None:
+        """Whatever makes room lets those go that wait in the gateway, wherever it happened, as in gateway/router.py."""
+        gateway.see(event)
+        if not isinstance(event, _MAKES_NO_ROOM):
+            gateway.poll(self.clock.now)
 
     # Requests
 

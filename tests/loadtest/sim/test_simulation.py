@@ -166,6 +166,14 @@ def test_gateways_that_know_of_each_other_late(chats: Trace) -> None:
     assert apart.ttft_mean_s > near.ttft_mean_s
 
 
+def test_news_from_another_gateway_lets_those_go_that_wait(chats: Trace) -> None:
+    """A gateway may have nothing under way itself when the others' first tokens make room for what waits in it."""
+    busy = replace(SETUP, load=Load(rate=30.0), conditions=Conditions(gateways=3, share_delay_s=0.001))
+    run = play(chats, "warm_queue", busy)
+    assert all(job.status is JobStatus.DONE for job in run.jobs)
+    assert all(gateway.queue is not None and not len(gateway.queue) for gateway in run.gateways)
+
+
 def test_a_kv_event_feed(chats: Trace) -> None:
     feed = Conditions(kv_feed=True, feed_delay_s=0.01)
     told = play(chats, "warm", replace(SETUP, conditions=feed))
