@@ -2,7 +2,8 @@
 
 A watcher looks for changes every store.RELOAD_S and builds the directory anew. What can't be read changes nothing: the
 keys that are known stay in use for `max_stale_s`; after that nobody is let in, since a revocation might have been
-missed. A Redis that lost its data (it has no version any more) is given it again, so losing Redis loses no keys.
+missed. A Redis that lost its data (the book there is gone, or another one was begun since) is given the keys again, so
+losing Redis loses none.
 """
 
 from __future__ import annotations
@@ -20,6 +21,7 @@ from gateway.sharing.errors import LinkDown
 from gateway.tenancy.keys import KeyBook, KeysError, Limits, digest_of
 from gateway.tenancy.limits import Account, Ledger
 from gateway.tenancy.salt import Salts, narrowed
+from gateway.tenancy.scripts import GIVE_BACK
 from gateway.tenancy.store import RELOAD_S, FileStore, book_of, fields_of, redis_key
 
 if TYPE_CHECKING:
@@ -169,21 +171,27 @@ class Watcher:
         self._said = trouble
 
     async def _load_redis(self) -> None:
+        """Read the book when its version has changed, and give Redis its keys back when it has lost them."""
         assert self._link is not None
-        raw = await self._link.raw("HGET", self._name, "version")
+        version, salt = await self._stands(self._link)
         known = self._directory.book
-        if raw is None and known is not None and known.keys:
-            _log.warning("Redis has lost the keys; it is given them again")
-            fields = [word for pair in fields_of(known, self._version + 1).items() for word in pair]
-            await self._link.raw("HSET", self._name, *fields)
-            raw = await self._link.raw("HGET", self._name, "version")
-        try:
-            version = int(raw or 0)
-        except ValueError:
-            raise KeysError(f"the keys in Redis ({self._name}) have a version that is no number") from None
-        if version != self._version or known is None:
+        if known is not None and known.keys and (salt != known.salt_secret or not version):
+            fields = [word for pair in fields_of(known).items() for word in pair]
+            words = ("EVAL", GIVE_BACK, 1, self._name, known.salt_secret, self._version, *fields)
+            if await self._link.raw(*words):
+                _log.warning("Redis has lost the keys; it is given them again")
+            version, salt = await self._stands(self._link)
+        if version != self._version or known is None or salt != known.salt_secret:
             flat = await self._link.raw("HGETALL", self._name)
             pairs = flat if isinstance(flat, dict) else dict(zip(flat[::2], flat[1::2], strict=True))
             self._directory.load(book_of(pairs))
             self._version = version
         self._fresh_at = self._clock()
+
+    async def _stands(self, link: Link) -> tuple[int, str]:
+        """The version of the book in Redis and the secret that it began with; 0 and "" where there is none."""
+        version, salt = await link.raw("HMGET", self._name, "version", "salt")
+        try:
+            return int(version or 0), (salt or b"").decode()
+        except ValueError:
+            raise KeysError(f"the keys in Redis ({self._name}) have a version that is no number") from None

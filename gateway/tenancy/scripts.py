@@ -1,4 +1,4 @@
-"""What Redis does for the limits, in one step each: admit a request to all its accounts or none, and settle it.
+"""What Redis does in one step each: admit a request to all its accounts or none, settle it, give back lost keys.
 
 An account is a hash: buckets (`req`, `tok`, `at`), the budget's period (`period`, `spent`), and for every gateway how
 many requests it has there (`a:GATEWAY`) and how many tokens are reserved for them (`r:GATEWAY`). Gateways stand in a
@@ -141,3 +141,19 @@ end
 return num_live
 """
 )
+
+# The book of keys in one step, so that whatever else changes it comes before or after. KEYS[1]: the hash of store.py.
+# ARGV: the secret that a gateway knows the book by, the version that it knows, then the fields that it knows. They go
+# back where the book there is none or another one, begun after a loss by somebody who makes a key; of a field that both
+# have, the younger book's stands. The mark `was:SECRET` tells those who know the younger book alone that it is in this
+# one, so that each is taken up once, and what is revoked later stays revoked. Returns 1, or 0 for nothing to give back.
+GIVE_BACK = """
+local salt = redis.call('HGET', KEYS[1], 'salt')
+local version = tonumber(redis.call('HGET', KEYS[1], 'version') or 0)
+if version > 0 and (salt == ARGV[1] or redis.call('HEXISTS', KEYS[1], 'was:' .. ARGV[1]) == 1) then return 0 end
+for i = 3, #ARGV, 2 do redis.call('HSETNX', KEYS[1], ARGV[i], ARGV[i + 1]) end
+if salt and salt ~= ARGV[1] then redis.call('HSET', KEYS[1], 'was:' .. salt, 1) end
+if ARGV[1] ~= '' then redis.call('HSET', KEYS[1], 'salt', ARGV[1]) end
+redis.call('HSET', KEYS[1], 'version', math.max(version, tonumber(ARGV[2])) + 1)
+return 1
+"""

@@ -1,7 +1,8 @@
 """Where records of keys are kept: in a file, or in Redis. One source a gateway; both hold no keys, only digests.
 
 The file is JSON, written whole beside itself with mode 0600 and moved into place, so a reader sees the old or the new
-one; writers take turns by a lock. In Redis a hash holds a record a field, with a version that every change counts up.
+one; writers take turns by a lock. In Redis a hash holds a record a field, with a version that every change counts up
+and the secret that the first one makes: a book that was begun anew after a loss is known by another secret.
 A gateway looks for a change every RELOAD_S. That, and CALL_S more, bounds how long a revoked key is still taken.
 """
 
@@ -143,13 +144,11 @@ def book_of(fields: dict[bytes, bytes]) -> KeyBook:
     return KeyBook(keys, tenants, salt_secret)
 
 
-def fields_of(book: KeyBook, version: int) -> dict[str, str | bytes]:
-    """The hash in Redis from the book."""
+def fields_of(book: KeyBook) -> dict[str, bytes]:
+    """The book's part of the hash in Redis, but for the secret."""
     return {
         **{_KEY + record.id: msgspec.json.encode(record) for record in book.keys.values()},
         **{_TENANT + tenant: msgspec.json.encode(limits) for tenant, limits in book.tenants.items()},
-        _SALT: book.salt_secret,
-        _VERSION: str(version),
     }
 
 

@@ -11,11 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from gateway.sharing.link import LinkDown
-from gateway.tenancy.keys import Limits, new_key
+from gateway.sharing.link import Link, LinkDown
+from gateway.tenancy.keys import KeyBook, Limits, new_key
 from gateway.tenancy.limits import Account, Denied, Ledger, Limit
+from gateway.tenancy.scripts import GIVE_BACK
 from gateway.tenancy.shared import SharedLimits
-from gateway.tenancy.store import RedisStore
+from gateway.tenancy.store import RedisStore, fields_of, redis_key
 from tests.gateway.harness import Replica, Running, gateway, until
 from tests.gateway.tenancy.support import Keys, ask
 from tests.support.redis_server import RedisServer
@@ -274,6 +275,38 @@ async def test_keys_in_redis_come_go_and_survive_its_loss(redis: RedisServer, re
         assert store.remove(record.id)
         await until(lambda: find(key.encode()) is None)
         assert (await ask(running, key)).status_code == 401
+
+
+async def test_a_key_made_right_after_a_loss_costs_no_other(redis: RedisServer, replica: Replica) -> None:
+    """Before any gateway has seen that Redis is empty: the book that begins there must not pass for the old one."""
+    store = RedisStore(redis.url, "default")
+    old_key, old = new_key("acme")
+    store.put(old)
+    secret = store.read().salt_secret
+    async with keyed_gateway(redis, replica, keys_redis=True) as running:
+        find = running.app.tenancy.directory.find
+        await until(lambda: find(old_key.encode()))
+        redis.command("FLUSHALL")
+        young_key, young = new_key("acme")  # the same version as before, too
+        store.put(young)
+        await until(lambda: find(young_key.encode()))
+        assert find(old_key.encode()) is not None
+        assert store.read().keys.keys() == {old.id, young.id}
+        assert store.read().salt_secret == secret, "prefixes stay what they were"
+        # One that knows the young book alone finds it in this one, and brings back nothing that is revoked.
+        assert store.remove(young.id)
+        late = Link(redis.url)
+        words = fields_of(KeyBook({young.id: young})).popitem()
+        assert await late.raw("EVAL", GIVE_BACK, 1, redis_key("default"), _began(redis), 1, *words) == 0
+        await late.close()
+        assert store.read().keys.keys() == {old.id}
+
+
+def _began(redis: RedisServer) -> str:
+    """The secret of the book that is in this one."""
+    fields = redis.command("HKEYS", redis_key("default")).decode().split()
+    [mark] = [field for field in fields if field.startswith("was:")]
+    return mark.removeprefix("was:")
 
 
 async def test_keys_in_redis_that_are_none_change_nothing(redis: RedisServer, replica: Replica) -> None:
