@@ -18,7 +18,7 @@ Pinned holds (requests in flight) stand outside it, in a ring of their own.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import lru_cache
 
 from policies.types import BlockKey
@@ -107,11 +107,17 @@ class RunTable:
     def __len__(self) -> int:
         return len(self.where)
 
-    def match(self, keys: Sequence[BlockKey], num_slots: int) -> list[int]:
+    def match(self, keys: tuple[BlockKey, ...], num_slots: int) -> list[int]:
         """Leading blocks of `keys` held by each slot below `num_slots`."""
         matched = [0] * num_slots
-        alive, end = -1, 0  # everyone, until the first run names its holders
-        for position, run, offset, length in self.walk(keys):
+        alive = -1  # everyone, until the first run names its holders
+        position, size = 0, len(keys)
+        while alive and position < size:  # the loop of `walk`: this is the hot path
+            run = self.where.get(keys[position])
+            if run is None:
+                break
+            offset = self.offset(run, keys[position])
+            length = common_length(run.keys, offset, keys, position)
             staying = run.full if offset + length == len(run.keys) else _holders_of(run, offset + length)
             if alive < 0:
                 alive = _mask_of(run)
@@ -124,15 +130,13 @@ class RunTable:
                     if dropped >> slot & 1 and hold.num_blocks > offset:
                         matched[slot] = position + hold.num_blocks - offset
             alive &= staying
-            end = position + length
-            if not alive:
-                break
+            position += length
         if alive > 0:
             for slot in slots_of(alive):
-                matched[slot] = end
+                matched[slot] = position
         return matched
 
-    def walk(self, keys: Sequence[BlockKey]) -> Iterator[tuple[int, Run, int, int]]:
+    def walk(self, keys: tuple[BlockKey, ...]) -> Iterator[tuple[int, Run, int, int]]:
         """(position in keys, run, offset in run, length) of each known stretch, up to the first unknown key."""
         position, size = 0, len(keys)
         while position < size:
@@ -153,7 +157,7 @@ class RunTable:
             return guess
         return len(keys) - 1 if keys[-1] == key else keys.index(key)
 
-    def cover(self, keys: Sequence[BlockKey]) -> list[Run]:
+    def cover(self, keys: tuple[BlockKey, ...]) -> list[Run]:
         """The runs that make up exactly `keys`: unknown keys become runs, runs are split where the prompt parts."""
         where, path, position, size = self.where, [], 0, len(keys)
         while position < size:
@@ -271,7 +275,7 @@ def _holders_of(run: Run, num_blocks: int) -> int:
     return sum(1 << slot for slot, hold in run.holds.items() if hold.num_blocks >= num_blocks)
 
 
-def common_length(left: Sequence[BlockKey], start: int, right: Sequence[BlockKey], position: int) -> int:
+def common_length(left: list[BlockKey], start: int, right: tuple[BlockKey, ...], position: int) -> int:
     """Length of the common stretch of left[start:] and right[position:], whose first keys are equal.
 
     Equal keys mean equal prefixes, so equality is monotone along the two and bisection finds the fork.

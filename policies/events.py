@@ -1,5 +1,7 @@
 """Everything that can happen to a fleet, as frozen data. FleetState applies them; nothing else changes its state.
 
+(The four that every request brings are made as types.py says.)
+
 `at` is the driver's monotonic clock in seconds (the simulator's or the gateway's). A request that was dispatched holds
 exactly one lease, named by its request id, until Finished or Failed; a failover is Failed and then Dispatched again.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from enum import StrEnum
+from typing import Final
 
 from policies.types import BlockKey, KeySpace, PrefixChain, ReplicaId, ReplicaStatus
 
@@ -49,37 +52,77 @@ class StatusChanged:
     status: ReplicaStatus
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(init=False, slots=True)
 class Dispatched:
     """`streamed` False: no FirstToken will tell when its prefill ended, only Finished when all of it has."""
 
-    at: float
-    replica_id: ReplicaId
-    request_id: str
-    chain: PrefixChain
-    matched_tokens: int
-    streamed: bool = True
-    session: str | None = None
+    at: Final[float]
+    replica_id: Final[ReplicaId]
+    request_id: Final[str]
+    chain: Final[PrefixChain]
+    matched_tokens: Final[int]
+    streamed: Final[bool]
+    session: Final[str | None]
+
+    def __init__(
+        self,
+        at: float,
+        replica_id: ReplicaId,
+        request_id: str,
+        chain: PrefixChain,
+        matched_tokens: int,
+        streamed: bool = True,
+        session: str | None = None,
+    ) -> None:
+        self.at = at
+        self.replica_id = replica_id
+        self.request_id = request_id
+        self.chain = chain
+        self.matched_tokens = matched_tokens
+        self.streamed = streamed
+        self.session = session
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(init=False, slots=True)
 class FirstToken:
     """The first output token arrived. `cached_tokens` is what the replica said it reused, where it says so."""
 
-    at: float
-    replica_id: ReplicaId
-    request_id: str
-    cached_tokens: int | None = None
+    at: Final[float]
+    replica_id: Final[ReplicaId]
+    request_id: Final[str]
+    cached_tokens: Final[int | None]
+
+    def __init__(self, at: float, replica_id: ReplicaId, request_id: str, cached_tokens: int | None = None) -> None:
+        self.at = at
+        self.replica_id = replica_id
+        self.request_id = request_id
+        self.cached_tokens = cached_tokens
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(init=False, slots=True)
 class Finished:
-    at: float
-    replica_id: ReplicaId
-    request_id: str
-    num_output_tokens: int
-    cached_tokens: int | None = None
-    num_prompt_tokens: int | None = None
+    at: Final[float]
+    replica_id: Final[ReplicaId]
+    request_id: Final[str]
+    num_output_tokens: Final[int]
+    cached_tokens: Final[int | None]
+    num_prompt_tokens: Final[int | None]
+
+    def __init__(
+        self,
+        at: float,
+        replica_id: ReplicaId,
+        request_id: str,
+        num_output_tokens: int,
+        cached_tokens: int | None = None,
+        num_prompt_tokens: int | None = None,
+    ) -> None:
+        self.at = at
+        self.replica_id = replica_id
+        self.request_id = request_id
+        self.num_output_tokens = num_output_tokens
+        self.cached_tokens = cached_tokens
+        self.num_prompt_tokens = num_prompt_tokens
 
 
 class FailureKind(StrEnum):
@@ -92,12 +135,18 @@ class FailureKind(StrEnum):
     CANCELLED = "cancelled"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(init=False, slots=True)
 class Failed:
-    at: float
-    replica_id: ReplicaId
-    request_id: str
-    kind: FailureKind
+    at: Final[float]
+    replica_id: Final[ReplicaId]
+    request_id: Final[str]
+    kind: Final[FailureKind]
+
+    def __init__(self, at: float, replica_id: ReplicaId, request_id: str, kind: FailureKind) -> None:
+        self.at = at
+        self.replica_id = replica_id
+        self.request_id = request_id
+        self.kind = kind
 
 
 @dataclass(frozen=True, slots=True)

@@ -47,10 +47,12 @@ from policies.prefix_index import PrefixIndex
 from policies.rate_book import RateBook
 from policies.replica import Replica, ReplicaStats
 from policies.retouch import Retouches
-from policies.types import FleetSnapshot, KeySpace, PrefixChain, ReplicaId, ReplicaStatus, RouteRequest
+from policies.types import FleetSnapshot, KeySpace, ReplicaId, ReplicaStatus, RouteRequest
 from policies.usual import Usual
 
 __all__ = ["FleetConfig", "FleetState"]
+
+NO_SPACE = KeySpace("")
 
 
 class FleetState:
@@ -62,7 +64,7 @@ class FleetState:
         self._retouches = Retouches()
         self._replicas: dict[ReplicaId, Replica] = {}
         self._order: tuple[Replica, ...] = ()
-        self._candidates: dict[str, tuple[KeySpace | None, tuple[Replica, ...]]] = {}  # by model, as far as asked for
+        self._candidates: dict[str, tuple[Replica, ...]] = {}  # by model, as far as asked for
         self._leases: dict[str, Lease] = {}
         self._sequence = 0
         self._last_event_at = 0.0
@@ -73,9 +75,7 @@ class FleetState:
             Left: self._left,
             Restarted: self._restarted,
             StatusChanged: self._status_changed,
-            Dispatched: self._dispatched,
             FirstToken: self._first_token,
-            Finished: self._finished,
             Failed: self._failed,
             StatsReported: self._stats_reported,
             BlocksStored: self._blocks_stored,
@@ -92,42 +92,43 @@ class FleetState:
         if event.at > self._last_event_at:
             self._last_event_at = event.at
             self._index.advance(event.at)
-        self._handlers[type(event)](event)
+        if isinstance(event, Dispatched):  # what every request brings goes without a look-up
+            self._dispatched(event)
+        elif isinstance(event, Finished):
+            self._finished(event)
+        else:
+            self._handlers[type(event)](event)
 
     def snapshot(self, request: RouteRequest, now: float) -> FleetSnapshot:
         """The replicas that may take `request` now: READY, serving its model, not excluded; ordered by id."""
         self._index.expire(now)
-        space, replicas = self._routable(request.model)
+        replicas = self._routable(request.model)
         if request.excluded:
-            replicas = tuple(r for r in replicas if r.replica_id not in request.excluded)
-        prompts = {space: self._matched(chain) for space, chain in request.chains.items()}
-        unknown = (request.num_tokens, self._index.nothing())
-        if space is not None:  # nearly always, so worth a loop of its own
-            num_tokens, matched = prompts.get(space, unknown)
-            views = [replica.view(num_tokens, matched[replica.slot], now) for replica in replicas]
-        else:
-            views = []
-            for replica in replicas:
-                num_tokens, matched = prompts.get(replica.key_space, unknown)
-                views.append(replica.view(num_tokens, matched[replica.slot], now))
+            replicas = tuple([r for r in replicas if r.replica_id not in request.excluded])
+        views = []
+        held = nothing = self._index.nothing()
+        matched: dict[KeySpace, list[int]] = {}
+        space, num_tokens, block_tokens = NO_SPACE, request.num_tokens, 0
+        for replica in replicas:
+            if replica.key_space is not space:  # of nearly all fleets only the first one's
+                space = replica.key_space
+                num_tokens, block_tokens, held = request.num_tokens, 0, nothing
+                if (chain := request.chains.get(space)) is not None:
+                    num_tokens, block_tokens = chain.num_tokens, chain.block_tokens
+                    if (known := matched.get(space)) is None:
+                        known = matched[space] = self._index.match_slots(chain.keys)
+                    held = known
+            # all tokens but the last at most
+            matched_tokens = min(held[replica.slot] * block_tokens, max(num_tokens - 1, 0))
+            views.append(replica.view(num_tokens, matched_tokens, now))
         return FleetSnapshot(now, self._sequence, tuple(views), self._usual.num_output_tokens, self._usual.queue)
 
-    def _matched(self, chain: PrefixChain) -> tuple[int, list[int]]:
-        """The prompt's tokens, and by slot those that each replica holds: all but the last at most."""
-        matched = [num_blocks * chain.block_tokens for num_blocks in self._index.match_slots(chain.keys)]
-        most = max(chain.num_tokens - 1, 0)
-        if max(matched, default=0) > most:
-            matched = [min(tokens, most) for tokens in matched]
-        return chain.num_tokens, matched
-
-    def _routable(self, model: str) -> tuple[KeySpace | None, tuple[Replica, ...]]:
-        """The READY replicas that serve `model`, and their key space where it is one and the same."""
+    def _routable(self, model: str) -> tuple[Replica, ...]:
+        """The READY replicas that serve `model`."""
         found = self._candidates.get(model)
         if found is None:
-            replicas = tuple(r for r in self._order if r.status is ReplicaStatus.READY and model in r.models)
-            spaces = {replica.key_space for replica in replicas}
-            found = (spaces.pop() if len(spaces) == 1 else None, replicas)
-            if replicas:  # a name that nobody serves is not kept: clients choose it
+            found = tuple([r for r in self._order if r.status is ReplicaStatus.READY and model in r.models])
+            if found:  # a name that nobody serves is not kept: clients choose it
                 self._candidates[model] = found
         return found
 
@@ -155,7 +156,7 @@ class FleetState:
     def check_invariants(self) -> None:
         self._index.check_invariants()
         self._retouches.check_invariants()
-        for model, (_, found) in self._candidates.items():
+        for model, found in self._candidates.items():
             assert found == tuple(r for r in self._order if r.status is ReplicaStatus.READY and model in r.models)
         on_replicas: dict[str, Lease] = {}
         for replica in self._order:
@@ -244,17 +245,10 @@ class FleetState:
         chain = event.chain
         matched = min(event.matched_tokens, max(chain.num_tokens - 1, 0))
         num_held, num_sure = self._index.pin(event.replica_id, chain.keys)
+        prefill_s = replica.rates.prefill_s(chain.num_tokens - matched, matched)
         lease = Lease(
-            request_id=event.request_id,
-            replica_id=event.replica_id,
-            chain=chain,
-            matched_tokens=matched,
-            num_held_blocks=num_held,
-            num_sure_blocks=num_sure,
-            prefill_s=replica.rates.prefill_s(chain.num_tokens - matched, matched),
-            dispatched_at=event.at,
-            streamed=event.streamed,
-        )
+            event.request_id, event.replica_id, chain, matched, num_held, num_sure, prefill_s, event.at, event.streamed
+        )  # fmt: skip
         self._leases[event.request_id] = lease
         replica.load.dispatched(lease)
         self._retouches.touched(chain, event.at)

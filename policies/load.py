@@ -40,9 +40,17 @@ GROUP_SHARE = 0.1
 GROUP_MIN_S = 0.002
 
 
-@dataclass(slots=True)
+@dataclass(init=False, slots=True)
 class Lease:
-    """A request on a replica. `num_sure_blocks`: leading blocks thought confirmed there when it was dispatched."""
+    """A request on a replica (made as types.py says).
+
+    num_held_blocks, num_sure_blocks
+                         leading blocks thought held, and confirmed, there when it was dispatched
+    num_uncached_tokens  of the prompt, by what it was thought to match
+    num_blocks           that the prompt takes: the full ones and the one begun
+    overtaken            a later one's first token came before its own
+    unreported           dispatched since the replica's last report
+    """
 
     request_id: str
     replica_id: ReplicaId
@@ -52,19 +60,39 @@ class Lease:
     num_sure_blocks: int
     prefill_s: float
     dispatched_at: float
-    first_token_at: float | None = None
-    streamed: bool = True
-    overtaken: bool = False  # a later one's first token came before its own
-    unreported: bool = True  # dispatched since the replica's last report
+    streamed: bool
+    first_token_at: float | None
+    overtaken: bool
+    unreported: bool
+    num_uncached_tokens: int
+    num_blocks: int
 
-    @property
-    def num_uncached_tokens(self) -> int:
-        return self.chain.num_tokens - self.matched_tokens
-
-    @property
-    def num_blocks(self) -> int:
-        """Blocks that the prompt takes: the full ones and the one begun."""
-        return len(self.chain.keys) + 1
+    def __init__(
+        self,
+        request_id: str,
+        replica_id: ReplicaId,
+        chain: PrefixChain,
+        matched_tokens: int,
+        num_held_blocks: int,
+        num_sure_blocks: int,
+        prefill_s: float,
+        dispatched_at: float,
+        streamed: bool = True,
+    ) -> None:
+        self.request_id = request_id
+        self.replica_id = replica_id
+        self.chain = chain
+        self.matched_tokens = matched_tokens
+        self.num_held_blocks = num_held_blocks
+        self.num_sure_blocks = num_sure_blocks
+        self.prefill_s = prefill_s
+        self.dispatched_at = dispatched_at
+        self.streamed = streamed
+        self.first_token_at = None
+        self.overtaken = False
+        self.unreported = True
+        self.num_uncached_tokens = chain.num_tokens - matched_tokens
+        self.num_blocks = len(chain.keys) + 1
 
 
 @dataclass(slots=True)

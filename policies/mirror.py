@@ -152,7 +152,7 @@ class Mirror:
             self.set_blocks(hold, 0)
             self.table.trim(hold.run)
 
-    def path(self, keys: Sequence[BlockKey]) -> list[Hold]:
+    def path(self, keys: tuple[BlockKey, ...]) -> list[Hold]:
         """The holds along a prompt whose runs lie wholly within it, as far as the prompt is known."""
         found = []
         for _, run, offset, length in self.table.walk(keys):
@@ -202,7 +202,7 @@ class Mirror:
         for run, gone in by_run.items():
             self._discard_from(run, gone)
 
-    def _stretches(self, keys: Sequence[BlockKey]) -> list[tuple[Run, int, int]]:
+    def _stretches(self, keys: tuple[BlockKey, ...]) -> list[tuple[Run, int, int]]:
         """Where `keys` belong, as (run, offset, length), such that a hold of offset + length says what is held.
 
         A stretch in the middle of a run of which the replica holds less than the offset is split off first.

@@ -93,7 +93,7 @@ class PrefixIndex:
         """Where `match_slots` has the replica."""
         return self._mirrors[replica_id].slot
 
-    def match_slots(self, keys: Sequence[BlockKey]) -> list[int]:
+    def match_slots(self, keys: tuple[BlockKey, ...]) -> list[int]:
         """Leading blocks of `keys` that the replica in each slot is expected to reuse."""
         matched = self._table.match(keys, self._num_slots)
         for slot, trust in self._distrusted.items():
@@ -104,7 +104,7 @@ class PrefixIndex:
         """What match_slots answers to an unknown prompt."""
         return [0] * self._num_slots
 
-    def match(self, keys: Sequence[BlockKey]) -> dict[ReplicaId, int]:
+    def match(self, keys: tuple[BlockKey, ...]) -> dict[ReplicaId, int]:
         """The same by replica; those with none are left out."""
         matched = self.match_slots(keys)
         return {replica_id: matched[slot] for slot, replica_id in self._replica_of.items() if matched[slot]}
@@ -128,7 +128,7 @@ class PrefixIndex:
 
     # Requests
 
-    def pin(self, replica_id: ReplicaId, keys: Sequence[BlockKey]) -> tuple[int, int]:
+    def pin(self, replica_id: ReplicaId, keys: tuple[BlockKey, ...]) -> tuple[int, int]:
         """A request with this prompt was dispatched. Returns its leading blocks (held, confirmed) before that."""
         mirror = self._mirrors[replica_id]
         num_held = num_confirmed = position = 0
@@ -147,7 +147,7 @@ class PrefixIndex:
         mirror.evict()
         return num_held, num_confirmed
 
-    def computed(self, replica_id: ReplicaId, keys: Sequence[BlockKey]) -> None:
+    def computed(self, replica_id: ReplicaId, keys: tuple[BlockKey, ...]) -> None:
         """The first token came: the whole prompt is in the cache (events say so themselves where there are any)."""
         mirror = self._mirrors[replica_id]
         if not mirror.authoritative:
@@ -155,7 +155,7 @@ class PrefixIndex:
                 hold.num_confirmed = hold.num_blocks
 
     def unpin(
-        self, replica_id: ReplicaId, keys: Sequence[BlockKey], now: float, keep_blocks: int | None = None
+        self, replica_id: ReplicaId, keys: tuple[BlockKey, ...], now: float, keep_blocks: int | None = None
     ) -> None:
         """The request ended. With `keep_blocks` its prompt was not computed: what was predicted past them is refuted,
         unless confirmed or used by another request."""

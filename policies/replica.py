@@ -9,8 +9,6 @@ from policies.load import ReplicaLoad
 from policies.prefix_index import PrefixIndex
 from policies.types import KeySpace, Rates, ReplicaId, ReplicaStatus, ReplicaView
 
-_new = tuple.__new__
-
 
 @dataclass(frozen=True, slots=True)
 class ReplicaStats:
@@ -51,26 +49,23 @@ class Replica:
 
     def view(self, num_tokens: int, matched_tokens: int, now: float) -> ReplicaView:
         """The replica as a policy sees it for a request of which it holds `matched_tokens`. Runs for every replica at
-        every decision, hence the figures kept in `load` and the tuple made directly."""
+        every decision, hence the figures kept in `load`."""
         load = self.load
         if now >= load.stale_at:
             load.refresh(now, self.num_blocks)
         queued_s = load.clear_at - now
-        return _new(
-            ReplicaView,
-            (
-                self.replica_id,
-                self.incarnation,
-                num_tokens,
-                matched_tokens,
-                load.queued_prefill_tokens,
-                queued_s if queued_s > 0.0 else 0.0,
-                load.num_waiting,
-                load.num_running,
-                load.kv_usage,
-                self.rates,
-                self.eviction_s,
-            ),
+        return ReplicaView(
+            self.replica_id,
+            self.incarnation,
+            num_tokens,
+            matched_tokens,
+            load.queued_prefill_tokens,
+            queued_s if queued_s > 0.0 else 0.0,
+            load.num_waiting,
+            load.num_running,
+            load.kv_usage,
+            self.rates,
+            self.eviction_s,
         )
 
     def stats(self, index: PrefixIndex, now: float) -> ReplicaStats:

@@ -7,16 +7,20 @@ A prompt is known to the router as a *chain* of block keys: key i names the whol
 so equal keys mean equal prefixes and a replica that holds key i holds every earlier block of the chain too. Replicas
 of one model may cut prompts differently (block size, tokenizer at hand or not): each cut is a *key space*, and a
 request carries one chain for every key space in its fleet.
+
+What every request makes anew (here and in events.py) has an initializer of its own and `Final` fields in place of
+`frozen=True`, which is checked by mypy, and at run time where the modules are compiled (gateway/compiled.py): a frozen
+dataclass takes five times as long to make, compiled thirty times.
 """
 
 from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from enum import StrEnum
 from types import MappingProxyType
-from typing import NamedTuple, NewType, Protocol, overload
+from typing import Final, NamedTuple, NewType, Protocol, overload
 
 ReplicaId = NewType("ReplicaId", str)
 BlockKey = NewType("BlockKey", int)  # xxh3_128 of (parent key, block); see DESIGN.md, Block keys
@@ -32,33 +36,66 @@ class ReplicaStatus(StrEnum):
     DOWN = "down"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(init=False, slots=True)
 class PrefixChain:
     """A prompt cut into blocks, root first. Only full blocks have keys; `num_tokens` counts the tail too.
 
     In text mode `block_tokens` and `num_tokens` are estimates (characters over a mean token length).
     """
 
-    keys: tuple[BlockKey, ...]
-    block_tokens: int
-    num_tokens: int
+    keys: Final[tuple[BlockKey, ...]]
+    block_tokens: Final[int]
+    num_tokens: Final[int]
+
+    def __init__(self, keys: tuple[BlockKey, ...], block_tokens: int, num_tokens: int) -> None:
+        self.keys = keys
+        self.block_tokens = block_tokens
+        self.num_tokens = num_tokens
 
 
-@dataclass(frozen=True, slots=True)
+NO_CHAINS: Mapping[KeySpace, PrefixChain] = MappingProxyType({})
+NOBODY: frozenset[ReplicaId] = frozenset()
+
+
+@dataclass(init=False, slots=True)
 class RouteRequest:
     """One request as the router sees it. `excluded` names replicas that already failed it; `streamed` False: the
     answer comes in one piece, so its first token is not seen."""
 
-    request_id: str
-    model: str
-    num_tokens: int
-    chains: Mapping[KeySpace, PrefixChain] = field(default_factory=dict)
-    max_output_tokens: int | None = None
-    session: str | None = None
-    tenant: str = ""
-    priority: int = 0
-    excluded: frozenset[ReplicaId] = frozenset()
-    streamed: bool = True
+    request_id: Final[str]
+    model: Final[str]
+    num_tokens: Final[int]
+    chains: Final[Mapping[KeySpace, PrefixChain]]
+    max_output_tokens: Final[int | None]
+    session: Final[str | None]
+    tenant: Final[str]
+    priority: Final[int]
+    excluded: Final[frozenset[ReplicaId]]
+    streamed: Final[bool]
+
+    def __init__(
+        self,
+        request_id: str,
+        model: str,
+        num_tokens: int,
+        chains: Mapping[KeySpace, PrefixChain] = NO_CHAINS,
+        max_output_tokens: int | None = None,
+        session: str | None = None,
+        tenant: str = "",
+        priority: int = 0,
+        excluded: frozenset[ReplicaId] = NOBODY,
+        streamed: bool = True,
+    ) -> None:
+        self.request_id = request_id
+        self.model = model
+        self.num_tokens = num_tokens
+        self.chains = chains
+        self.max_output_tokens = max_output_tokens
+        self.session = session
+        self.tenant = tenant
+        self.priority = priority
+        self.excluded = excluded
+        self.streamed = streamed
 
 
 @dataclass(frozen=True, slots=True)
@@ -83,9 +120,9 @@ class Rates:
         return self.base_s + self.linear_s * num_uncached + self.quadratic_s * attended
 
 
-class ReplicaView(NamedTuple):
-    """One routable replica, seen for one request at one moment. (A tuple, as Score: built anew for every replica at
-    every decision, and a frozen dataclass takes three times as long.)
+@dataclass(init=False, slots=True)
+class ReplicaView:
+    """One routable replica, seen for one request at one moment.
 
     matched_tokens   expected cached tokens of this request here (at most num_tokens - 1)
     queued_prefill_tokens, queued_prefill_s
@@ -98,24 +135,50 @@ class ReplicaView(NamedTuple):
                      pushes another one out; 0 while there is room (retouch.py)
     """
 
-    replica_id: ReplicaId
-    incarnation: str
-    num_tokens: int
-    matched_tokens: int
-    queued_prefill_tokens: int
-    queued_prefill_s: float
-    num_waiting: int
-    num_running: int
-    kv_usage: float
-    rates: Rates
-    eviction_s: float = 0.0
+    replica_id: Final[ReplicaId]
+    incarnation: Final[str]
+    num_tokens: Final[int]
+    matched_tokens: Final[int]
+    queued_prefill_tokens: Final[int]
+    queued_prefill_s: Final[float]
+    num_waiting: Final[int]
+    num_running: Final[int]
+    kv_usage: Final[float]
+    rates: Final[Rates]
+    eviction_s: Final[float]
+
+    def __init__(
+        self,
+        replica_id: ReplicaId,
+        incarnation: str,
+        num_tokens: int,
+        matched_tokens: int,
+        queued_prefill_tokens: int,
+        queued_prefill_s: float,
+        num_waiting: int,
+        num_running: int,
+        kv_usage: float,
+        rates: Rates,
+        eviction_s: float = 0.0,
+    ) -> None:
+        self.replica_id = replica_id
+        self.incarnation = incarnation
+        self.num_tokens = num_tokens
+        self.matched_tokens = matched_tokens
+        self.queued_prefill_tokens = queued_prefill_tokens
+        self.queued_prefill_s = queued_prefill_s
+        self.num_waiting = num_waiting
+        self.num_running = num_running
+        self.kv_usage = kv_usage
+        self.rates = rates
+        self.eviction_s = eviction_s
 
     @property
     def num_in_flight(self) -> int:
         return self.num_waiting + self.num_running
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(init=False, slots=True)
 class FleetSnapshot:
     """The routable replicas for one request, in a stable order (by id). `sequence` counts decisions so far.
 
@@ -123,11 +186,25 @@ class FleetSnapshot:
     waited at a replica when another came, on average lately.
     """
 
-    now: float
-    sequence: int
-    replicas: tuple[ReplicaView, ...]
-    expected_output_tokens: float = 200.0
-    typical_queue: float = 0.0
+    now: Final[float]
+    sequence: Final[int]
+    replicas: Final[tuple[ReplicaView, ...]]
+    expected_output_tokens: Final[float]
+    typical_queue: Final[float]
+
+    def __init__(
+        self,
+        now: float,
+        sequence: int,
+        replicas: tuple[ReplicaView, ...],
+        expected_output_tokens: float = 200.0,
+        typical_queue: float = 0.0,
+    ) -> None:
+        self.now = now
+        self.sequence = sequence
+        self.replicas = replicas
+        self.expected_output_tokens = expected_output_tokens
+        self.typical_queue = typical_queue
 
 
 class Score(NamedTuple):
@@ -174,19 +251,39 @@ class LazyScores(Sequence[Score]):
         return repr(self._all())
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(init=False, slots=True)
 class Decision:
     """Where a request goes and why. `reason` is one short word for the metrics' label. `work_s`: the seconds of prefill
     by which the replica is asked to order it among those who wait there; None asks for nothing."""
 
-    replica_id: ReplicaId
-    policy: str
-    reason: str
-    matched_tokens: int
-    num_tokens: int
-    expected_ttft_s: float
-    scores: Sequence[Score] = ()
-    work_s: float | None = None
+    replica_id: Final[ReplicaId]
+    policy: Final[str]
+    reason: Final[str]
+    matched_tokens: Final[int]
+    num_tokens: Final[int]
+    expected_ttft_s: Final[float]
+    scores: Final[Sequence[Score]]
+    work_s: Final[float | None]
+
+    def __init__(
+        self,
+        replica_id: ReplicaId,
+        policy: str,
+        reason: str,
+        matched_tokens: int,
+        num_tokens: int,
+        expected_ttft_s: float,
+        scores: Sequence[Score] = (),
+        work_s: float | None = None,
+    ) -> None:
+        self.replica_id = replica_id
+        self.policy = policy
+        self.reason = reason
+        self.matched_tokens = matched_tokens
+        self.num_tokens = num_tokens
+        self.expected_ttft_s = expected_ttft_s
+        self.scores = scores
+        self.work_s = work_s
 
 
 class Policy(Protocol):

@@ -7,8 +7,6 @@ and does not forget it between two requests where there is little.
 
 from __future__ import annotations
 
-from collections.abc import Collection
-
 from policies.replica import Replica
 
 OUTPUT_WEIGHT = 0.05  # of a new request in the mean output
@@ -27,7 +25,9 @@ class Usual:
     def finished(self, num_output_tokens: int) -> None:
         self.num_output_tokens += OUTPUT_WEIGHT * (num_output_tokens - self.num_output_tokens)
 
-    def dispatching(self, replicas: Collection[Replica]) -> None:
+    def dispatching(self, replicas: tuple[Replica, ...]) -> None:
         """A request is about to be sent to one of `replicas`."""
-        waiting = sum(len(replica.load.waiting) for replica in replicas) / len(replicas)
-        self.queue += (waiting - self.queue) / (QUEUE_WINDOW * len(replicas))
+        num_waiting = 0
+        for replica in replicas:
+            num_waiting += len(replica.load.waiting)
+        self.queue += (num_waiting / len(replicas) - self.queue) / (QUEUE_WINDOW * len(replicas))

@@ -33,8 +33,8 @@ from __future__ import annotations
 
 import random
 from collections.abc import Sequence
-from operator import attrgetter
-from typing import NamedTuple
+from dataclasses import dataclass
+from typing import Final
 
 from policies.decide import own_prefill_s, pick
 from policies.types import Decision, FleetSnapshot, LazyScores, ReplicaView, RouteRequest, Score
@@ -46,23 +46,33 @@ TIE_S = 0.001
 BUSY_QUEUE = 0.5  # requests that wait at a replica; from there on a fleet is busy
 MAX_LATER = 8.0  # a queue longer than that says nothing more about what is to come
 
-_NUM_WAITING = attrgetter("num_waiting")
-_MATCHED_TOKENS = attrgetter("matched_tokens")
-_EVICTION_S = attrgetter("eviction_s")
 
-
-class _Weights(NamedTuple):
+@dataclass(init=False, slots=True)
+class _Weights:
     """What is the same for all replicas: the weights of p, p q, d, and e for duplicates and new blocks, the longest
     match, whether attention's quadratic term counts (1 or 0), and the part of p's weight that is for those to come."""
 
-    own: float
-    delay: float
-    decode: float
-    price: float
-    room: float
-    longest: int
-    quadratic: float
-    later: float
+    own: Final[float]
+    delay: Final[float]
+    decode: Final[float]
+    price: Final[float]
+    room: Final[float]
+    longest: Final[int]
+    quadratic: Final[float]
+    later: Final[float]
+
+    def __init__(
+        self, own: float, delay: float, decode: float, price: float, room: float, longest: int, quadratic: float,
+        later: float,
+    ) -> None:  # fmt: skip
+        self.own = own
+        self.delay = delay
+        self.decode = decode
+        self.price = price
+        self.room = room
+        self.longest = longest
+        self.quadratic = quadratic
+        self.later = later
 
 
 class Warm:
@@ -79,8 +89,12 @@ class Warm:
         weights = self._weights(request, fleet)
         costs = self._costs(views, weights)
         least = min(costs)
-        bound = least + max(TIE_SHARE * least, TIE_S)
-        near = [view for view, cost in zip(views, costs, strict=True) if cost <= bound]
+        margin = TIE_SHARE * least
+        bound = least + (margin if margin > TIE_S else TIE_S)
+        near = []
+        for i in range(len(costs)):
+            if costs[i] <= bound:
+                near.append(views[i])
         chosen = near[0] if len(near) == 1 else _break_tie(near, rng)
         work_s = own_prefill_s(chosen)
         return Decision(
@@ -94,19 +108,20 @@ class Warm:
             work_s if self._config.order else None,
         )
 
-    def _costs(self, views: Sequence[ReplicaView], weights: _Weights) -> list[float]:
+    def _costs(self, views: tuple[ReplicaView, ...], weights: _Weights) -> list[float]:
         """The total of every replica. The same sum as in _scores, without names: this is the hot path."""
-        own, delay, decode, price, room, longest, quadratic, _ = weights
+        own, delay, decode, longest = weights.own, weights.delay, weights.decode, weights.longest
         costs = []
-        for _, _, num_tokens, matched, _, queued_s, num_waiting, num_running, _, rates, eviction_s in views:
+        for view in views:
+            rates, num_tokens, matched = view.rates, view.num_tokens, view.matched_tokens
             uncached = num_tokens - matched
-            attention = quadratic * rates.quadratic_s * (matched + uncached / 2)
+            attention = weights.quadratic * rates.quadratic_s * (matched + uncached / 2)
             prefill = rates.base_s + uncached * (rates.linear_s + attention)
-            cost = queued_s + prefill * (own + delay * num_waiting)
-            if num_running:
-                cost += decode * num_running * rates.decode_kv_s * num_tokens
-            if eviction_s:
-                cost += eviction_s * (price * (longest - matched) + room * (num_tokens - longest))
+            cost = view.queued_prefill_s + prefill * (own + delay * view.num_waiting)
+            if view.num_running:
+                cost += decode * view.num_running * rates.decode_kv_s * num_tokens
+            if view.eviction_s:
+                cost += view.eviction_s * (weights.price * (longest - matched) + weights.room * (num_tokens - longest))
             costs.append(cost)
         return costs
 
@@ -135,25 +150,31 @@ class Warm:
         expected_output = fleet.expected_output_tokens
         if request.max_output_tokens is not None:
             expected_output = min(expected_output, request.max_output_tokens)
-        reuse = 2.0 + sum(map(_NUM_WAITING, views)) / len(views)
+        num_waiting = num_evicting = longest = 0
+        for view in views:
+            num_waiting += view.num_waiting
+            num_evicting += view.eviction_s != 0.0
+            longest = max(longest, view.matched_tokens)
+        reuse = 2.0 + num_waiting / len(views)
         later = config.later * min(fleet.typical_queue, MAX_LATER)
-        has_room = 2 * sum(map(bool, map(_EVICTION_S, views))) <= len(views)
         quiet = max(1.0 - fleet.typical_queue / BUSY_QUEUE, 0.0)
         return _Weights(
             1.0 + config.tau + later,
             config.delay,
             config.kappa * expected_output,
             config.duplicate_price * reuse,
-            config.room * quiet * reuse if has_room else 0.0,
-            max(map(_MATCHED_TOKENS, views)),
+            config.room * quiet * reuse if 2 * num_evicting <= len(views) else 0.0,
+            longest,
             float(config.quadratic),
             later,
         )
 
 
 def _break_tie(near: list[ReplicaView], rng: random.Random) -> ReplicaView:
-    best = max((view.matched_tokens, -view.num_in_flight) for view in near)
-    return pick([view for view in near if (view.matched_tokens, -view.num_in_flight) == best], rng)
+    """The longest match, then the fewest requests in flight, then chance."""
+    longest = max([view.matched_tokens for view in near])
+    fewest = min([view.num_in_flight for view in near if view.matched_tokens == longest])
+    return pick([view for view in near if view.matched_tokens == longest and view.num_in_flight == fewest], rng)
 
 
 def _reason(chosen: ReplicaView, longest: int, num_replicas: int) -> str:

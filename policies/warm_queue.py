@@ -114,7 +114,7 @@ class WarmHold:
         num_held, seconds = self._held.get(view.replica_id, (0, 0.0))
         if not num_held:
             return view
-        return view._replace(queued_prefill_s=view.queued_prefill_s + seconds)
+        return replace(view, queued_prefill_s=view.queued_prefill_s + seconds)
 
     def _has_room(self, now: float) -> bool:
         stats = [self._fleet.stats(replica_id, now) for replica_id in self._fleet.replica_ids()]
