@@ -19,7 +19,7 @@ import msgspec
 from engine_worker.contract.resume import MARKS_HEADER, RESUME_PATH, ResumeOrder
 from engine_worker.contract.work import work_line
 from gateway.exchange import Exchange, Failure
-from gateway.openai.marks import MarkedScanner, told_ids
+from gateway.openai.marks import MarkedScanner, num_told, told_drafts, told_ids
 from gateway.openai.sse import StreamScanner, events
 from gateway.replicas.registry import Registry, Replica
 from gateway.router import Lease, Router
@@ -60,15 +60,14 @@ class Transcript:
 
     @property
     def num_tokens(self) -> int:
-        """As many as the marks' numbers."""
-        return sum(line.count(b",") + 1 for line in self.told.split(b"\n") if line)
+        return num_told(self.told)
 
     def order(self, path: str, body: bytes) -> bytes | None:
         """What asks a worker for the rest of the answer to `body`; None where the stream doesn't say enough."""
         try:
             first = next(data for _, data in events(self.head, 0))
             head = msgspec.json.decode(first, type=_Head)
-            ids = told_ids(self.told)
+            ids, (drafts, accepted) = told_ids(self.told), told_drafts(self.told)
         except (StopIteration, ValueError, msgspec.DecodeError):
             return None
         return msgspec.json.encode(
@@ -80,6 +79,8 @@ class Transcript:
                 model=head.model,
                 output_ids=ids,
                 cached_tokens=self.cached_tokens,
+                draft_tokens=drafts,
+                accepted_tokens=accepted,
             )
         )
 

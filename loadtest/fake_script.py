@@ -43,6 +43,7 @@ class Script(msgspec.Struct, kw_only=True):
     chunk_bytes             cut what is written into pieces of so many bytes, each its own segment (0: don't)
     newline                 line ends of the stream: "\\n" or "\\r\\n"
     cached_tokens           sent as x-warmgate-cached-tokens and in usage
+    guesses                 tokens speculated for each token, one of them rightly: told in marks and usage
     poison                  a request with this text in it kills the worker (FakeWorker.on_poison)
     slots                   requests that it works on at once, the others waiting (0: all)
     status_name             the state of /internal/state
@@ -61,6 +62,7 @@ class Script(msgspec.Struct, kw_only=True):
     newline: str = "\n"
     comments: bool = False
     cached_tokens: int = 0
+    guesses: int = 0
     poison: str = ""
     slots: int = 0
     status_name: Literal["loading", "ready", "draining", "failed"] = "ready"
@@ -107,16 +109,28 @@ class Play:
         self.model, self.request, self.script, self.fault, self.writer = model, request, script, fault, writer
         self.marks = marks
         self.start = len(order.output_ids) if order is not None else 0
+        self._told = (order.draft_tokens, order.accepted_tokens) if order is not None else (0, 0)
         self.id, self.created = (order.id, order.created) if order is not None else ("fake-1", 1)
         self.is_chat = path.endswith("chat/completions")
         self.num_tokens = int(request.get("max_tokens") or script.num_tokens)
         self.tag = str(request.get("fake_tag", ""))
-        self.usage = {
+        self.usage: dict[str, Any] = {
             "prompt_tokens": 10,
             "completion_tokens": self.num_tokens,
             "total_tokens": 10 + self.num_tokens,
             "prompt_tokens_details": {"cached_tokens": script.cached_tokens},
         }
+        if script.guesses:
+            tried, right = self._drafts(self.num_tokens)
+            self.usage["completion_tokens_details"] = {
+                "accepted_prediction_tokens": right,
+                "rejected_prediction_tokens": tried - right,
+            }
+
+    def _drafts(self, num_tokens: int) -> tuple[int, int]:
+        """Tokens speculated for the first so many of the answer, and those of them that were right."""
+        own = num_tokens - self.start
+        return self._told[0] + own * self.script.guesses, self._told[1] + own
 
     async def run(self) -> None:
         script, fault = self.script, self.fault
@@ -179,7 +193,8 @@ class Play:
             if n > self.start:
                 await asyncio.sleep(script.token_s)
             event = _event(self._frame(f" {self.tag}t{n}", None, first=n == 0))
-            yield marked(event, [n]) if self.marks else event
+            drafts = self._drafts(n + 1) if script.guesses else None
+            yield marked(event, [n], drafts) if self.marks else event
         if fault and script.after >= self.num_tokens:
             async for event in self._misbehave():
                 yield event

@@ -10,6 +10,9 @@ Marks. A stream that is asked for with the header x-warmgate-marks says this at 
     : t 17,4711
     data: {...}
 
+A worker that speculates adds, whenever they have changed, how many tokens it had speculated for the answer up to the
+last of those, and how many of them had been right: `: t 17,4711;8,3`.
+
 Passing on the events up to and with this one means having passed on all that those tokens make, and the tokens of
 earlier marks before them. A mark may be empty (an event that is made of no token) and tells tokens once. Events
 without a mark in front of a marked one belong to it; those behind the last mark, which a finished answer has, belong to
@@ -27,6 +30,7 @@ stream without what was passed on: the rest of the events, with the same id, and
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Annotated
 
 import msgspec
 
@@ -34,6 +38,8 @@ MARKS_HEADER = b"x-warmgate-marks"
 RESUME_PATH = "/internal/resume"
 MARK = b": t "
 MAX_OUTPUT_IDS = 1 << 20
+
+Count = Annotated[int, msgspec.Meta(ge=0)]
 
 
 class ResumeOrder(msgspec.Struct, frozen=True, kw_only=True):
@@ -45,6 +51,8 @@ class ResumeOrder(msgspec.Struct, frozen=True, kw_only=True):
                    as in the events that were passed on
     output_ids     all tokens that went into those
     cached_tokens  of the prompt, as the first worker found them: what the usage says
+    draft_tokens, accepted_tokens
+                   speculated for the `output_ids`, and right: the usage adds its own
     """
 
     path: str
@@ -54,8 +62,11 @@ class ResumeOrder(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     output_ids: list[int]
     cached_tokens: int | None = None
+    draft_tokens: Count = 0
+    accepted_tokens: Count = 0
 
 
-def marked(event: bytes, token_ids: Iterable[int]) -> bytes:
-    """The event with its mark."""
-    return MARK + b",".join(b"%d" % token_id for token_id in token_ids) + b"\n" + event
+def marked(event: bytes, token_ids: Iterable[int], drafts: tuple[int, int] | None = None) -> bytes:
+    """The event with its mark. `drafts`: tokens speculated up to here and those of them that were right, if told."""
+    ids = b",".join(b"%d" % token_id for token_id in token_ids)
+    return MARK + ids + (b"" if drafts is None else b";%d,%d" % drafts) + b"\n" + event

@@ -98,7 +98,7 @@ class Generation:
             piece = self._piece(index, update)
             if self.marks is not None:
                 assert update.token is not None, "each piece is a token's"
-                self.marks.note(update.token.token_id)
+                self.marks.note(update.token.token_id, self._drafts_of_all())
             if piece.finish_reason is not None:
                 self._num_unfinished -= 1
                 num_tokens = text.num_tokens - len(self._prepared.output_ids)
@@ -142,13 +142,19 @@ class Generation:
     @property
     def usage(self) -> Usage:
         told = self._prepared.told_cached
+        drafts, accepted = self._drafts_of_all()
         return Usage(
             prompt_tokens=sum(len(prompt) for prompt in self._prepared.prompts),
             completion_tokens=sum(text.num_tokens for text in self.texts),
             cached_tokens=sum(self._cached.values()) if told is None else told,
-            draft_tokens=sum(drafted for drafted, _ in self._drafts.values()),
-            accepted_tokens=sum(accepted for _, accepted in self._drafts.values()),
+            draft_tokens=drafts,
+            accepted_tokens=accepted,
         )
+
+    def _drafts_of_all(self) -> tuple[int, int]:
+        """Tokens speculated so far and those of them that were right, those of a worker before this one included."""
+        counts = (self._prepared.told_drafts, *self._drafts.values())
+        return sum(drafts for drafts, _ in counts), sum(accepted for _, accepted in counts)
 
     def headers(self) -> list[tuple[bytes, bytes]]:
         """Known once the first choice has a token. With several prompts and a stream: of those that have begun."""

@@ -43,7 +43,8 @@ class PreparedCall:
     tools         how to find tool calls in the answer; None leaves it text
     kept_special  special tokens that are text although others are skipped: marks of tool calls
     output_ids    tokens that the only sequence has put out elsewhere, for one that goes on from there (resume.py);
-                  `told_cached` is what its usage says of cached tokens, None for what is found here
+                  `told_cached` is what its usage says of cached tokens, None for what is found here, and `told_drafts`
+                  how many tokens were speculated there, and how many of them were right
     """
 
     model: str
@@ -64,6 +65,7 @@ class PreparedCall:
     kept_special: frozenset[int] = frozenset()
     output_ids: list[int] = field(default_factory=list)
     told_cached: int | None = None
+    told_drafts: tuple[int, int] = (0, 0)
 
     def params_of(self, prompt: int, choice: int) -> SamplingParams:
         """A choice's parameters: with a seed, each has one of its own; the first alone scores the prompt."""

@@ -25,33 +25,44 @@ from engine_worker.serving.validation import invalid
 CHAT_PATH = "/v1/chat/completions"
 COMPLETION_PATH = "/v1/completions"
 
+Drafts = tuple[int, int]  # tokens speculated, and those of them that were right
+NO_DRAFTS: Drafts = (0, 0)
+
 
 class Marks:
     """The frames of one stream, with its tokens told in marks: `note` each as it comes, `passed` in the same order.
+
+    With a token come the tokens that had been speculated for the answer up to it, and those of them that were right.
 
     A token is told with the first event that it or a later one makes. One whose text or log probability is held back
     is not told before: it will be sampled again.
     """
 
     def __init__(self) -> None:
-        self._noted: deque[int] = deque()
+        self._noted: deque[tuple[int, Drafts]] = deque()
         self._silent: list[int] = []  # behind the last event
         self._untold: list[int] = []
+        self._drafts: Drafts = NO_DRAFTS  # up to the last of the untold
+        self._told_drafts: Drafts = NO_DRAFTS
 
-    def note(self, token_id: int) -> None:
-        self._noted.append(token_id)
+    def note(self, token_id: int, drafts: Drafts = NO_DRAFTS) -> None:
+        self._noted.append((token_id, drafts))
 
     def passed(self, has_event: bool) -> None:
         """The next of the noted tokens has been made into events, or it has made none."""
-        self._silent.append(self._noted.popleft())
+        token_id, drafts = self._noted.popleft()
+        self._silent.append(token_id)
         if has_event:
+            self._drafts = drafts
             self._untold += self._silent
             self._silent.clear()
 
     def frames(self, payloads: Sequence[bytes]) -> bytes:
         """What the tokens that passed have made, at least one payload. The mark stands in front of the last."""
-        event = marked(sse.frames(payloads[-1:]), self._untold)
+        news = None if self._drafts == self._told_drafts else self._drafts
+        event = marked(sse.frames(payloads[-1:]), self._untold, news)
         self._untold.clear()
+        self._told_drafts = self._drafts
         return sse.frames(payloads[:-1]) + event
 
     @staticmethod
@@ -99,6 +110,7 @@ def prepare(preparer: Preparer, order: ResumeOrder) -> PreparedCall:
         num_prompt_logprobs=None,
         output_ids=order.output_ids,
         told_cached=order.cached_tokens,
+        told_drafts=(order.draft_tokens, order.accepted_tokens),
     )
 
 

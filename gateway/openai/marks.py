@@ -22,7 +22,8 @@ _PLAIN_WITH_USAGE = _PLAIN[:-3] + _NULL_USAGE
 
 
 class MarkedScanner(StreamScanner):
-    """`told` gets the ids of the tokens that went into what `feed` returned: a line a mark, see `told_ids`."""
+    """`told` gets the ids of the tokens that went into what `feed` returned: a line a mark, see `told_ids` and
+    `told_drafts`."""
 
     __slots__ = ("_loose", "told")
 
@@ -89,7 +90,22 @@ class MarkedScanner(StreamScanner):
 
 def told_ids(told: bytes | bytearray) -> list[int]:
     """The tokens in order. Raises ValueError where marks held anything else."""
-    return [int(part) for line in told.split(b"\n") if line for part in line.split(b",")]
+    marks = (line.partition(b";")[0] for line in told.split(b"\n"))
+    return [int(part) for ids in marks if ids for part in ids.split(b",")]
+
+
+def told_drafts(told: bytes | bytearray) -> tuple[int, int]:
+    """Tokens speculated for these, and those of them that were right. Raises ValueError where marks held anything
+    else."""
+    last = told[told.rfind(b";") + 1 :] if b";" in told else b"0,0"
+    drafts, accepted = last.partition(b"\n")[0].split(b",")
+    return int(drafts), int(accepted)
+
+
+def num_told(told: bytes | bytearray) -> int:
+    """How many tokens, as far as they can be counted without reading them."""
+    marks = (line.partition(b";")[0] for line in told.split(b"\n"))
+    return sum(ids.count(b",") + 1 for ids in marks if ids)
 
 
 def _at_line(data: bytes, what: bytes, start: int, end: int) -> int:

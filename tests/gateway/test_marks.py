@@ -9,7 +9,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from engine_worker.contract.resume import marked
-from gateway.openai.marks import MarkedScanner, told_ids
+from gateway.openai.marks import MarkedScanner, num_told, told_drafts, told_ids
 
 MAX = 100_000
 
@@ -25,7 +25,7 @@ DONE = b"data: [DONE]\n\n"
 ERROR = b'data: {"error":{"message":"gone","type":"server_error","param":null,"code":"engine_restarting"}}\n\n'
 
 # (ids in the mark or None, event)
-RECORDED = [
+RECORDED: list[tuple[list[int] | None, bytes]] = [
     ([], event("")),
     ([17], event("a")),
     ([18, 19], event("é: t 5\\n😀")),
@@ -34,18 +34,33 @@ RECORDED = [
     ([], b": ping\n\n"),
     ([4711], event(": t 1,2\n")),
 ]
-STREAM = b"".join(data if ids is None else marked(data, ids) for ids, data in RECORDED)
+DRAFTS = {19: (4, 1), 4711: (12, 1)}  # told with the mark that ends in this id
+
+
+def recorded(num_parts: int | None = None) -> bytes:
+    parts = RECORDED[:num_parts]
+    return b"".join(data if ids is None else marked(data, ids, DRAFTS.get((ids or [0])[-1])) for ids, data in parts)
+
+
+STREAM = recorded()
 PLAIN = b"".join(data for _, data in RECORDED)
 END = event("last") + FINISH + USAGE + DONE
 # What may have been passed on, with the tokens that then are told.
-STATES: dict[bytes, list[int]] = {b"": []}
+Told = tuple[list[int], tuple[int, int]]  # ids, and the tokens speculated for them and those of them that were right
+STATES: dict[bytes, Told] = {b"": ([], (0, 0))}
 _data: bytes = b""
-_told: list[int] = []
+_told: Told = ([], (0, 0))
 for _ids, _event in RECORDED:
     _data += _event
     if _ids is not None:
-        _told = _told + _ids
+        _told = (_told[0] + _ids, DRAFTS.get((_ids or [0])[-1], _told[1]))
         STATES[_data] = _told
+
+
+def told_by(scanner: MarkedScanner) -> Told:
+    ids = told_ids(scanner.told)
+    assert num_told(scanner.told) == len(ids)
+    return ids, told_drafts(scanner.told)
 
 
 def feed(scanner: MarkedScanner, data: bytes, cuts: list[int]) -> bytes:
@@ -56,7 +71,7 @@ def feed(scanner: MarkedScanner, data: bytes, cuts: list[int]) -> bytes:
             out += scanner.feed(data[at:cut])
             scanner.check_invariants()
             if not scanner.done:
-                assert STATES[out] == told_ids(scanner.told)
+                assert STATES[out] == told_by(scanner)
             at = cut
     return out
 
@@ -67,7 +82,7 @@ def test_every_split_into_two() -> None:
         assert feed(scanner, STREAM + END, [cut]) == PLAIN + END
         assert scanner.done
         assert not scanner.broken
-        assert told_ids(scanner.told) == [17, 18, 19, 20, 4711]
+        assert told_by(scanner) == ([17, 18, 19, 20, 4711], (12, 1))
         assert scanner.usage is not None
 
 
@@ -78,7 +93,7 @@ def test_a_stream_that_breaks_anywhere_has_told_what_was_passed_on(cuts: list[in
     scanner = MarkedScanner(MAX, bytearray())
     out = feed(scanner, data, [cut for cut in cuts if cut < stop])
     if stop < len(STREAM + END):
-        assert STATES[out] == told_ids(scanner.told)
+        assert STATES[out] == told_by(scanner)
         assert scanner.close() == b""
         assert scanner.broken
 
@@ -86,12 +101,12 @@ def test_a_stream_that_breaks_anywhere_has_told_what_was_passed_on(cuts: list[in
 @settings(max_examples=100, deadline=None, suppress_health_check=list(HealthCheck))
 @given(cuts=st.lists(st.integers(0, len(STREAM + ERROR)), max_size=20), parts=st.integers(0, len(RECORDED)))
 def test_an_error_takes_along_what_no_mark_vouches_for(cuts: list[int], parts: int) -> None:
-    data = b"".join(data if ids is None else marked(data, ids) for ids, data in RECORDED[:parts]) + ERROR
+    data = recorded(parts) + ERROR
     scanner = MarkedScanner(MAX, bytearray())
     out = feed(scanner, data, [cut for cut in cuts if cut < len(data)])
     assert scanner.error is not None
     assert scanner.error["code"] == "engine_restarting"
-    assert STATES[out] == told_ids(scanner.told)
+    assert STATES[out] == told_by(scanner)
 
 
 @pytest.mark.parametrize("usage", [{}, {"usage": None}])

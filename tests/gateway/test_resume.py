@@ -59,6 +59,16 @@ async def test_whatever_breaks_an_answer_another_replica_goes_on_with_it(fault, 
         assert (good.log.num_resumed, good.log.num_bad_resumes) == (1, 0)
 
 
+async def test_tokens_that_were_speculated_count_wherever_that_was():
+    bad, good = replicas(2, guesses=4)
+    async with gateway(bad, good) as running:
+        undisturbed = (await ask(running)).content
+        assert b'"accepted_prediction_tokens":%d,"rejected_prediction_tokens":%d' % (COUNT, 3 * COUNT) in undisturbed
+        bad.play(guesses=4, fault="die", after=5, times=1)
+        [broken] = [body for _ in range(2) if COMMENT in (body := (await ask(running)).content)]
+        check_invisible(broken, undisturbed)
+
+
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/messages", "/v1/responses"])
 async def test_other_apis_go_on_too(path):
     body = {

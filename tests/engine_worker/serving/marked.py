@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import httpx
+import msgspec
 
 from engine_worker.config import EngineConfig
 from engine_worker.contract.prompt import PromptRenderer
@@ -29,9 +30,13 @@ _CALL_ID = re.compile(r'"id":"call_[0-9a-f]+"')
 
 @dataclass(slots=True)
 class Marked:
-    """A stream's events' data, by mark: (tokens told, events that they make), and what stands behind the last mark."""
+    """A stream's events' data, by mark: (tokens told, events that they make), and what stands behind the last mark.
+
+    `drafts` has for each mark how many tokens were speculated up to there, and how many of them were right.
+    """
 
     parts: list[tuple[list[int], list[str]]] = field(default_factory=list)
+    drafts: list[tuple[int, int]] = field(default_factory=list)
     tail: list[str] = field(default_factory=list)
 
     def events(self, num_parts: int | None = None) -> list[str]:
@@ -56,7 +61,11 @@ def read_marked(text: str) -> Marked:
         assert "\n" not in data
         result.tail.append(_CALL_ID.sub('"id":"call_"', data.removeprefix("data: ")))
         if mark is not None:
-            result.parts.append(([int(part) for part in mark[4:].split(",") if part], result.tail))
+            ids, _, told = mark[4:].partition(";")
+            result.parts.append(([int(part) for part in ids.split(",") if part], result.tail))
+            tried, _, right = told.partition(",")
+            before = result.drafts[-1] if result.drafts else (0, 0)
+            result.drafts.append((int(tried), int(right)) if told else before)
             result.tail = []
     return result
 
@@ -68,6 +77,7 @@ def asked(body: dict[str, Any]) -> dict[str, Any]:
 def order(path: str, body: dict[str, Any], stream: Marked, num_parts: int) -> dict[str, Any]:
     """To go on behind the first `num_parts` marks of `stream`, the whole answer to `body`."""
     first, last = json.loads(stream.events()[0]), json.loads(stream.tail[-2])
+    drafts, accepted = [(0, 0), *stream.drafts[:num_parts]][-1]
     return {
         "path": path,
         "request": asked(body),
@@ -76,6 +86,8 @@ def order(path: str, body: dict[str, Any], stream: Marked, num_parts: int) -> di
         "model": first["model"],
         "output_ids": stream.ids(num_parts),
         "cached_tokens": last["usage"]["prompt_tokens_details"]["cached_tokens"],
+        "draft_tokens": drafts,
+        "accepted_tokens": accepted,
     }
 
 
@@ -120,14 +132,18 @@ class WrittenExchange:
 
 
 class _Call:
-    """`tokens` as news, in batches of `sizes` (the last one again and again)."""
+    """`tokens` as news, in batches of `sizes` (the last one again and again). For each, three were speculated and one
+    of them was right."""
 
     def __init__(self, tokens: Sequence[int], sizes: Sequence[int], reason: FinishReason) -> None:
         updates = [
-            Update("r", SampledToken(token_id, -0.1 * (token_id % 7), ((token_id, -0.5), (3, -2.5))), None, 5)
-            for token_id in tokens
-        ]
-        updates[-1] = Update("r", updates[-1].token, reason, 5)
+            Update(
+                "r", SampledToken(token_id, -0.1 * (token_id % 7), ((token_id, -0.5), (3, -2.5))), None, 5,
+                num_draft_tokens=3 * number, num_accepted_tokens=number,
+            )
+            for number, token_id in enumerate(tokens, 1)
+        ]  # fmt: skip
+        updates[-1] = msgspec.structs.replace(updates[-1], finish_reason=reason)
         self._updates = iter(updates)
         self._sizes = itertools.chain(sizes, itertools.repeat(sizes[-1]))
 

@@ -89,9 +89,9 @@ async def test_a_continuation_can_be_continued(bench: Bench) -> None:
     whole = await bench.stream(COMPLETIONS, body, tokens)
     first = order(COMPLETIONS, body, whole, 3)
     second = await bench.stream(COMPLETIONS, body, tokens, sent=first)
-    third = await bench.stream(
-        COMPLETIONS, body, tokens, sent={**first, "output_ids": first["output_ids"] + second.ids(4)}
-    )
+    ids, (drafts, accepted) = [*first["output_ids"], *second.ids(4)], second.drafts[3]
+    told = {"output_ids": ids, "draft_tokens": drafts, "accepted_tokens": accepted}
+    third = await bench.stream(COMPLETIONS, body, tokens, sent={**first, **told})
     assert whole.events(3) + second.events(4) + third.events() == whole.events()
 
 
@@ -133,6 +133,7 @@ def test_nobody_sees_marks_who_did_not_ask(worker: RunningWorker) -> None:
         ({"output_ids": [-1]}, "output_ids"),
         ({"output_ids": ["1"]}, "output_ids"),
         ({"output_ids": [5] * 500}, "fewer than"),
+        ({"draft_tokens": -1}, "draft_tokens"),
         ({"path": "/v1/embeddings"}, "path"),
         ({"request": {**GREEDY, "prompt": "x"}}, "stream of one choice"),
         ({"request": {**GREEDY, "prompt": "x", "stream": True, "n": 2}}, "stream of one choice"),
