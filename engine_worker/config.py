@@ -31,6 +31,8 @@ class EngineConfig:
     max_num_seqs      sequences running at once
     max_num_batched_tokens
                       tokens a step may compute (the chunk budget of prefill)
+    joint_prefill_tokens
+                      tokens of prompts that are completed in one step, where several are; 0 fills every step
     attention_backend auto, reference, cpu, native (C++ kernels for CPUs), triton or flashinfer (for CUDA)
     quantization      "" (none), int8 or int4 (weights only), or fp8 (CUDA): what linear weights become at load
     async_scheduling  auto (on with CUDA), on or off: plan and queue a step before the last one's tokens are read
@@ -60,6 +62,7 @@ class EngineConfig:
     max_model_len: int | None = None
     max_num_seqs: int = 64
     max_num_batched_tokens: int = 512
+    joint_prefill_tokens: int = 512
     enable_prefix_caching: bool = True
     attention_backend: str = "auto"
     quantization: str = ""

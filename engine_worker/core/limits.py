@@ -6,6 +6,8 @@ from dataclasses import dataclass
 
 from engine_worker.core.types import Request
 
+JOINT_PREFILL_TOKENS = 512
+
 
 class RequestTooLarge(Exception):
     """The request could never be served, however idle the worker is. The message says the numbers and the mend."""
@@ -19,17 +21,22 @@ class SchedulerConfig:
     max_num_batched_tokens tokens a step computes at most, hence also sequences running at once: one is admitted only
                            while the step has a token left, so decodes always leave one to a prefill under way
     max_model_len          tokens of a sequence, prompt and output, at most
+    joint_prefill_tokens   a step that completes a prompt takes others only if they are completed too and have so many
+                           tokens together (see core/step.py); 0 is no bound: every step is filled
     """
 
     max_num_seqs: int
     max_num_batched_tokens: int
     max_model_len: int
     eos_token_ids: frozenset[int]
+    joint_prefill_tokens: int = JOINT_PREFILL_TOKENS
 
     def __post_init__(self) -> None:
         for name, least in (("max_num_seqs", 1), ("max_num_batched_tokens", 1), ("max_model_len", 2)):
             if getattr(self, name) < least:
                 raise ValueError(f"{name} must be at least {least}, not {getattr(self, name)}")
+        if self.joint_prefill_tokens < 0:
+            raise ValueError(f"joint_prefill_tokens must be at least 0 (no bound), not {self.joint_prefill_tokens}")
 
 
 @dataclass(frozen=True, slots=True)

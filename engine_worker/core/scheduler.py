@@ -9,8 +9,9 @@ A plan, in this order, within `max_num_batched_tokens`:
 
 1. decodes, one token each;
 2. prefills under way and admissions, in the order of waiting_queue.py: a short prompt need not wait for the rest of a
-   long one. Who waits is admitted while all of its tokens fit beside what the running ones have yet to store and one
-   more block for each of them. A follower (n > 1) is passed over until its leader's prompt is computed.
+   long one, nor for a chunk that would fill the step which completes it (core/step.py). Who waits is admitted while all
+   of its tokens fit beside what the running ones have yet to store and one more block for each of them. A follower
+   (n > 1) is passed over until its leader's prompt is computed.
 
 When a decode or a prefill finds no free block, the last in that order is preempted: its blocks
 are freed (and stay cached until handed out), it waits at its old place and is recomputed later, sampled tokens
@@ -132,7 +133,7 @@ class Scheduler:
 
     def plan(self, now: float) -> StepPlan:
         """Decides the next step; admits and preempts. `now` is only noted. Commit the plan before the next one."""
-        step = Step(budget=self.config.max_num_batched_tokens)
+        step = Step(self.config.max_num_batched_tokens, self.config.joint_prefill_tokens)
         decodes: list[Request] = []
         prefills: list[Request] = []
         for request in self._running:
@@ -230,13 +231,16 @@ class Scheduler:
         """Gives a running request its share of the step: all it lacks, or what budget and free blocks allow."""
         if request.status is not RequestStatus.RUNNING or step.budget == 0:
             return  # preempted for one before it, or the step is full
+        num_missing = request.num_tokens - request.num_computed
+        if not step.takes(num_missing):
+            return
         while (num_slots := self._kv.num_tokens_allocatable(request)) == 0:
             if not self._preempt_for(request, step):
                 return  # it stalls, and those before it go on
         end = min(request.num_tokens, request.num_computed + min(step.budget, num_slots))
         fits = self._kv.allocate(request, end)
         assert fits, "it takes no more than there is"
-        step.add(request, end)
+        (step.add if num_missing == 1 else step.add_prefill)(request, end)
 
     def _preempt_for(self, request: Request, step: Step) -> bool:
         """Preempts the last running request in the order; False if that is `request` itself."""
@@ -269,13 +273,15 @@ class Scheduler:
             if self._kv.num_free_blocks <= reserve:
                 break  # even the best hit leaves a block to allocate
             hit = self._kv.lookup(request)
+            if not step.takes(request.num_tokens - len(hit) * self._kv.block_size):
+                break
             if self._kv.num_blocks_missing(request, hit) + reserve > self._kv.num_free_blocks:
                 break
             self._kv.admit(request, hit)
             end = min(request.num_tokens, request.num_computed + step.budget)
             fits = self._kv.allocate(request, end)
             assert fits, "all of its tokens fit, so these do"
-            step.add(request, end)
+            step.add_prefill(request, end)
             reserve += self._kv.num_blocks_to_come(request)
             admitted.append(request)
         for request in admitted:

@@ -45,6 +45,14 @@ def parser() -> argparse.ArgumentParser:
         "--max-num-batched-tokens", type=_positive, default=512, metavar="N", help="tokens a step (default %(default)s)"
     )
     add(
+        "--joint-prefill-tokens",
+        type=_count,
+        default=512,
+        metavar="N",
+        help="tokens of prompts that are completed in one step, where several are; 0 fills every step with what waits "
+        "(default %(default)s)",
+    )
+    add(
         "--attention-backend",
         default="auto",
         help="auto, reference, cpu, native, triton or flashinfer (default %(default)s)",
@@ -136,6 +144,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         max_model_len=args.max_model_len,
         max_num_seqs=args.max_num_seqs,
         max_num_batched_tokens=args.max_num_batched_tokens,
+        joint_prefill_tokens=args.joint_prefill_tokens,
         enable_prefix_caching=not args.no_prefix_caching,
         attention_backend=args.attention_backend,
         quantization=args.quantization,
@@ -199,6 +208,10 @@ def _events_port(text: str) -> int | None:
 
 def _positive(text: str) -> int:
     return int(_within(text, 1, 2**31 - 1, "a whole number above 0"))
+
+
+def _count(text: str) -> int:
+    return _within(text, 0, 2**31 - 1, "a whole number from 0")
 
 
 def _sizes(text: str) -> tuple[int, ...]:

@@ -234,6 +234,7 @@ def _scheduler(config: EngineConfig, info: ModelInfo) -> Scheduler:
         max_num_batched_tokens=config.max_num_batched_tokens,
         max_model_len=info.max_model_len,
         eos_token_ids=frozenset(info.eos_token_ids),
+        joint_prefill_tokens=config.joint_prefill_tokens,
     )
     return Scheduler(limits, kv)
 

@@ -20,6 +20,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from engine_worker.core.limits import JOINT_PREFILL_TOKENS
 from loadtest.sim.gpus import TOKEN_BUDGET, parse_fleet
 from loadtest.sim.pooled import NAME as POOLED
 from loadtest.sim.report import BASELINE, objects, show, write_json
@@ -104,7 +105,7 @@ def setup_of(options: argparse.Namespace) -> Setup:
     blocks = _blocks(options, trace.block_tokens)
     return Setup(
         trace=options.trace,
-        fleet=Fleet(tuple(gpus), blocks, options.token_budget, options.max_num_seqs),
+        fleet=Fleet(tuple(gpus), blocks, options.token_budget, options.max_num_seqs, options.joint_prefill_tokens),
         load=Load(
             max_think_s=options.max_think,
             think_scale=options.think_scale,
@@ -217,6 +218,12 @@ def parser() -> argparse.ArgumentParser:
     fleet.add_argument("--blocks", help="KV blocks a replica (default: what fits); for a mixed fleet one for each kind")
     fleet.add_argument("--token-budget", type=int, default=TOKEN_BUDGET, help="tokens a step at most")
     fleet.add_argument("--max-num-seqs", type=int, default=256)
+    fleet.add_argument(
+        "--joint-prefill-tokens",
+        type=int,
+        default=JOINT_PREFILL_TOKENS,
+        help="tokens of prompts completed in one step, where several are (0: fill every step)",
+    )
     load = p.add_argument_group("load")
     kind = load.add_mutually_exclusive_group()
     kind.add_argument("--rate", help="requests/s for the fleet, open loop (default: the trace's own)")

@@ -22,6 +22,7 @@ from dataclasses import dataclass
 
 from engine_worker.core.events import KVEvent
 from engine_worker.core.kv_manager import KVCacheManager
+from engine_worker.core.limits import JOINT_PREFILL_TOKENS
 from engine_worker.core.scheduler import Scheduler, SchedulerConfig
 from engine_worker.core.types import RequestUpdate, SampledToken, Segment, StepPlan, StepResult
 from loadtest.sim.clock import Clock
@@ -60,8 +61,9 @@ class Engine:
         token_budget: int = TOKEN_BUDGET,
         max_num_seqs: int = MAX_NUM_SEQS,
         fast_forward: bool = True,
+        joint_prefill_tokens: int = JOINT_PREFILL_TOKENS,
     ) -> None:
-        config = SchedulerConfig(max_num_seqs, token_budget, MAX_MODEL_LEN, frozenset())
+        config = SchedulerConfig(max_num_seqs, token_budget, MAX_MODEL_LEN, frozenset(), joint_prefill_tokens)
         self.gpu = gpu
         self.kv = kv
         self.scheduler = Scheduler(config, kv)

@@ -46,6 +46,7 @@ class PooledSimulation(Simulation):
             fleet.token_budget,
             fleet.max_num_seqs,
             self.setup.fast_forward,
+            fleet.joint_prefill_tokens,
         )
 
     def _tell(self, job: Job, event: events.Event) -> None:

@@ -5,17 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from engine_worker.core.limits import JOINT_PREFILL_TOKENS
 from loadtest.sim.gpus import TOKEN_BUDGET, Gpu
 
 
 @dataclass(frozen=True, slots=True)
 class Fleet:
-    """`gpus` and `num_blocks` have one entry a replica. `num_blocks` counts blocks of the trace's size."""
+    """`gpus` and `num_blocks` have one entry a replica. `num_blocks` counts blocks of the trace's size. The others are
+    the scheduler's limits (engine_worker/core/limits.py)."""
 
     gpus: tuple[Gpu, ...]
     num_blocks: tuple[int, ...]
     token_budget: int = TOKEN_BUDGET
     max_num_seqs: int = 256
+    joint_prefill_tokens: int = JOINT_PREFILL_TOKENS
 
     @property
     def size(self) -> int:

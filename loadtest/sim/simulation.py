@@ -116,6 +116,7 @@ class Simulation:
             fleet.token_budget,
             fleet.max_num_seqs,
             self.setup.fast_forward,
+            fleet.joint_prefill_tokens,
         )
 
     def _publish(self, replica: Replica) -> None:

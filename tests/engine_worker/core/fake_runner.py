@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from engine_worker.core import block_pool
 from engine_worker.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored
 from engine_worker.core.kv_manager import KVCacheManager
+from engine_worker.core.limits import JOINT_PREFILL_TOKENS
 from engine_worker.core.scheduler import Scheduler, SchedulerConfig
 from engine_worker.core.types import (
     BlockHash,
@@ -266,9 +267,10 @@ def make_driver(
     max_model_len: int = 1000,
     eos: frozenset[int] = frozenset(),
     enable_prefix_caching: bool = True,
+    joint_prefill_tokens: int = JOINT_PREFILL_TOKENS,
 ) -> Driver:
     kv = KVCacheManager(num_blocks, block_size, ROOT, enable_prefix_caching)
-    config = SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len, eos)
+    config = SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len, eos, joint_prefill_tokens)
     return Driver(Scheduler(config, kv), FakeRunner(block_size))
 
 

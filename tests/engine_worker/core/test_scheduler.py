@@ -38,7 +38,7 @@ def test_a_long_prompt_comes_in_chunks_beside_decodes() -> None:
 
 
 def test_decodes_come_before_older_prefills_and_those_before_admissions() -> None:
-    driver = make_driver(max_num_batched_tokens=8, max_num_seqs=4)
+    driver = make_driver(max_num_batched_tokens=8, max_num_seqs=4, joint_prefill_tokens=0)
     driver.add(make_request("young", range(3), max_tokens=9, arrival_s=5.0))
     driver.step()
     driver.add(make_request("old", range(20, 40), arrival_s=1.0), make_request("new", range(60, 70), arrival_s=2.0))
@@ -76,7 +76,33 @@ def test_a_short_prompt_does_not_wait_for_the_rest_of_a_long_one() -> None:
     driver.add(make_request("long", range(40), work_s=4.0))
     driver.step()
     driver.add(make_request("short", range(50, 55), arrival_s=1.0, work_s=0.5))
-    assert shape(driver.step()) == [("short", 0, 5, True), ("long", 8, 11, False)]
+    assert shape(driver.step()) == [("short", 0, 5, True)]
+    assert shape(driver.step()) == [("long", 8, 16, False)]
+    driver.run()
+    driver.check_ended()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+def test_a_step_that_completes_a_prompt_is_not_filled_with_a_chunk_of_another(waits: bool) -> None:
+    driver = make_driver(max_num_batched_tokens=8, joint_prefill_tokens=5 if waits else 0)
+    driver.add(make_request("first", range(13)), make_request("long", range(20, 40), arrival_s=1.0))
+    assert shape(driver.step()) == [("first", 0, 8, False)]
+    rest = [] if waits else [("long", 0, 3, False)]
+    assert shape(driver.step()) == [("first", 8, 13, True), *rest]
+    start = rest[0][2] if rest else 0
+    assert shape(driver.step()) == [("long", start, start + 8, False)]
+    driver.run()
+    driver.check_ended()
+
+
+def test_prompts_are_completed_together_up_to_the_bound_and_a_longer_one_alone() -> None:
+    driver = make_driver(joint_prefill_tokens=10)
+    driver.add(make_request("decoding", range(3), max_tokens=9))
+    driver.step()
+    prompts = {"a": 4, "b": 6, "c": 1, "d": 30, "e": 2}
+    driver.add(*(make_request(name, range(50, 50 + n), arrival_s=1.0) for name, n in prompts.items()))
+    completed = [[s[0] for s in shape(driver.step())] for _ in range(4)]
+    assert completed == [["decoding", "a", "b"], ["decoding", "c"], ["decoding", "d"], ["decoding", "e"]]
     driver.run()
     driver.check_ended()
 
@@ -217,7 +243,7 @@ def test_an_absent_leader_or_oneself_holds_nobody_back() -> None:
 
 
 def test_stats_tell_load_and_cache() -> None:
-    driver = make_driver(num_blocks=20, max_num_seqs=2, max_num_batched_tokens=10)
+    driver = make_driver(num_blocks=20, max_num_seqs=2, max_num_batched_tokens=10, joint_prefill_tokens=0)
     driver.add(make_request("warm", range(12)))
     driver.run()
     driver.add(

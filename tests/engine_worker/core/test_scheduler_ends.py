@@ -131,3 +131,5 @@ def test_limits_that_could_serve_nothing_are_refused(name: str) -> None:
     SchedulerConfig(**limits, eos_token_ids=frozenset())
     with pytest.raises(ValueError, match=name):
         SchedulerConfig(**{**limits, name: 0}, eos_token_ids=frozenset())
+    with pytest.raises(ValueError, match="joint_prefill_tokens"):
+        SchedulerConfig(**limits, eos_token_ids=frozenset(), joint_prefill_tokens=-1)

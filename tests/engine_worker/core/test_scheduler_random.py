@@ -33,6 +33,7 @@ class CoreMachine(RuleBasedStateMachine):
         max_model_len=st.integers(6, 60),
         enable_prefix_caching=st.sampled_from([True, True, True, False]),
         guesses=st.none() | st.integers(0, 1000).map(random.Random),
+        joint_prefill_tokens=st.sampled_from([0, 4, 512]),
     )
     def start(self, guesses: random.Random | None, **limits: int) -> None:
         self.driver = make_driver(**limits, eos=frozenset({0}))  # type: ignore[arg-type]

@@ -14,12 +14,18 @@ from tests.engine_worker.core.fake_runner import ROOT, FakeRunner, make_request
 Completes = Callable[[Request], bool]
 
 
+def _never(_: Request) -> bool:
+    return False
+
+
 class Run:
     """A scheduler and a runner that scores what is asked for, step by step."""
 
-    def __init__(self, num_blocks: int = 100, budget: int = 1000, completes: Completes = lambda request: False) -> None:
+    def __init__(
+        self, num_blocks: int = 100, budget: int = 1000, completes: Completes = _never, joint: int = 512
+    ) -> None:
         kv = KVCacheManager(num_blocks, 4, ROOT)
-        self.scheduler = Scheduler(SchedulerConfig(8, budget, 1000, frozenset({7})), kv)
+        self.scheduler = Scheduler(SchedulerConfig(8, budget, 1000, frozenset({7}), joint), kv)
         self._runner = FakeRunner(4)
         self._completes = completes
         self.scores: dict[str, list[int]] = {}
@@ -66,7 +72,7 @@ def test_every_prompt_token_but_the_first_is_scored_once(budget: int, num_prompt
 
 
 def test_preemption_repeats_no_score() -> None:
-    run = Run(num_blocks=9, budget=5)
+    run = Run(num_blocks=9, budget=5, joint=0)
     first = make_request("first", range(20, 32), max_tokens=12)
     last = make_request("last", range(40, 57), max_tokens=3, arrival_s=1.0, num_prompt_logprobs=2)
     run.to_the_end(first, last)
