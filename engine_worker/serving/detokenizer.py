@@ -1,8 +1,8 @@
 """One sequence's sampled tokens made into text to send: characters whole, stop strings cut, logprobs beside their text.
 
 Text is released when it can no longer change: not before its last character is complete, and not while its end could
-be the beginning of a stop string. A token's logprobs are released with the first of its text, so that what a client
-has received of both always matches.
+be the beginning of a stop string (or of a call that is not to be repeated, repeated_calls.py). A token's logprobs are
+released with the first of its text, so that what a client has received of both always matches.
 
 The token that ends a sequence (an end-of-sequence or stop token) has no text and no logprobs in the answer, unless
 `include_stop` asks for it. Tokens behind a stop string's cut are dropped with their logprobs.
@@ -14,6 +14,7 @@ from collections.abc import Collection, Sequence
 from dataclasses import dataclass
 
 from engine_worker.core.types import FinishReason, SampledToken
+from engine_worker.serving.repeated_calls import RepeatedCalls
 from engine_worker.serving.stop_strings import StopStrings
 from engine_worker.serving.token_text import TextStream
 
@@ -52,11 +53,13 @@ class SequenceText:
         include_stop: bool = False,
         min_tokens: int = 0,
         stop_token_ids: Collection[int] = (),
+        repeats: RepeatedCalls | None = None,
     ) -> None:
         self._stream = stream
         self._stop_token_ids = stop_token_ids
         self._stop_reason: str | int | None = None
         self._stops = StopStrings(stops) if stops else None
+        self._repeats = repeats
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._held = ""  # text not released yet
@@ -82,7 +85,7 @@ class SequenceText:
                 if cut is not None:
                     return self._finish_at(cut)
         if finish_reason is None:
-            return self._release(len(self._held) - (self._stops.num_held if self._stops else 0))
+            return self._release(len(self._held) - self._num_held_back)
         cut = self._add(None, self._stream.flush())
         if cut is not None:
             return self._finish_at(cut)
@@ -96,20 +99,27 @@ class SequenceText:
         return Piece("", (), self.finish_reason)
 
     def _add(self, token: SampledToken | None, text: str) -> int | None:
-        """Take in a token's text. Gives where in the held text the output ends, if a stop string is complete."""
+        """Take in a token's text. Gives where in the held text the output ends, if a stop string or a repeated call is
+        complete."""
         start = self._num_released + len(self._held)
         before = len(self._held)
         self._held += text
         if token is not None:
             self._pending.append((PlacedToken(token, start), start + len(text)))
-        if self._stops is None or not text or self.num_tokens <= self._min_tokens:
+        if not text or self.num_tokens <= self._min_tokens:
             return None
-        match = self._stops.feed(text)
+        match = self._stops.feed(text) if self._stops is not None else None
         if match is None:
-            return None
+            repeat = self._repeats.feed(text) if self._repeats is not None else None
+            return None if repeat is None else before + repeat
         start, end = match
         self._stop_reason = self._held[before + start : before + end]
         return before + (end if self._include_stop else start)
+
+    @property
+    def _num_held_back(self) -> int:
+        """Characters at the end of what is there that may have to be cut off."""
+        return max(watch.num_held if watch is not None else 0 for watch in (self._stops, self._repeats))
 
     def _finish_at(self, cut: int) -> Piece:
         """End with the text up to `cut`; tokens whose text begins behind it are dropped."""

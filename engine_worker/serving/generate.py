@@ -64,6 +64,7 @@ class Generation:
             include_stop=prepared.include_stop,
             min_tokens=prepared.params[prompt].min_tokens,
             stop_token_ids=prepared.params[prompt].stop_token_ids,
+            repeats=prepared.tools.repeats() if prepared.tools is not None else None,
         )
 
     def replay(self, reply: Reply) -> None:

@@ -5,7 +5,8 @@ follows from its tokens. So the tokens that were sent elsewhere go through the s
 dropped, and the next token finds them as they were there.
 
 The one thing that doesn't follow from the tokens are log probabilities. Where they are asked for together with stop
-strings, some may wait behind text that is held back while other text goes out; such streams are not marked.
+strings or calls that must not be repeated, some may wait behind text that is held back while other text goes out; such
+streams are not marked.
 """
 
 from __future__ import annotations
@@ -74,7 +75,8 @@ def marks_for(prepared: PreparedCall, wanted: bytes | None) -> Marks | None:
     """Marks if they are wanted and the answer can be continued. `wanted` is the value of x-warmgate-marks."""
     if wanted is None or not prepared.stream or len(prepared.prompts) * prepared.n != 1 or prepared.prompt_only:
         return None
-    if prepared.num_logprobs is not None and prepared.stops:
+    holds_back = prepared.stops or (prepared.tools is not None and not prepared.tools.may_repeat)
+    if prepared.num_logprobs is not None and holds_back:
         return None
     params = prepared.params[0]
     is_exact = params.is_greedy or params.seed is not None

@@ -7,7 +7,8 @@ response parser, where the tokenizer brings a description for it.
     none      tools are shown, calls are not looked for
     auto      calls are found in the text. Where a function is `strict`, or the request asks for a format as well, the
               output is constrained: free text, and behind the mark of a call nothing but a valid one
-    required  the output is one call or more and nothing else, by constraint, whatever the model would say
+    required  the output is one call or more and nothing else, by constraint, whatever the model would say. It ends in
+              front of a call that was there before (repeated_calls.py), unless parallel calls are asked for by name
     named     exactly one call to that function, likewise
 """
 
@@ -21,6 +22,7 @@ from typing import Any
 
 from engine_worker.contract.prompt import PromptRenderer
 from engine_worker.contract.tools import CALL_BEGIN, CALL_END
+from engine_worker.serving.repeated_calls import RepeatedCalls
 from engine_worker.serving.requests import ChatRequest
 from engine_worker.serving.response_template import TemplateParser, usable
 from engine_worker.serving.structured import Format, compiled, schema_text
@@ -57,11 +59,16 @@ class ToolUse:
     limit: int | None
     response_template: dict[str, Any] | None = None  # read by it, instead of by the style
     prefix: str = ""  # the end of the prompt, for the response template
+    may_repeat: bool = True  # a call that was there before
 
     def parser(self) -> ToolParser | TemplateParser:
         if self.response_template is not None:
             return TemplateParser(self.response_template, self.functions, self.limit, self.prefix)
         return ToolParser(self.style, self.functions, self.limit)
+
+    def repeats(self) -> RepeatedCalls | None:
+        """What ends an answer that repeats a call, where it must not."""
+        return None if self.may_repeat else RepeatedCalls(ToolParser(self.style, self.functions))
 
 
 def call_style(template: str | None, knows_tools: bool) -> CallStyle | None:
@@ -115,8 +122,13 @@ class ToolPlanner:
                 )
             style = HERMES
         one_only = choice == "one" or request.parallel_tool_calls is False
-        use = ToolUse(style, {f.name: f.parameters for f in functions}, 1 if one_only else None)
-        calls = _Calls(style, functions, 1 if one_only else _most_calls(request, choice, functions), self._mark)
+        use = ToolUse(
+            style,
+            {f.name: f.parameters for f in functions},
+            1 if one_only else None,
+            may_repeat=choice != "required" or one_only or style.is_named or bool(request.parallel_tool_calls),
+        )
+        calls = _Calls(style, functions, 1 if one_only else MAX_FORCED_CALLS, self._mark)
         if choice != "auto":
             return use, compiled("tools", "lark", calls.only())
         if wanted is not None:
@@ -276,15 +288,6 @@ def _named(names: list[str], functions: list[Function]) -> list[Function]:
         if name not in known:
             raise invalid("tool_choice", f"`tool_choice` names {name[:64]!r}, which is not among `tools`.")
     return [known[name] for name in dict.fromkeys(names)]
-
-
-def _most_calls(request: ChatRequest, choice: str, functions: list[Function]) -> int:
-    """Small models that are made to call can't stop, and repeat one call until max_tokens cuts the answer off. So a
-    forced answer has as many calls as there are functions, or MAX_FORCED_CALLS where the client asks for parallel
-    ones by name."""
-    if choice == "required" and not request.parallel_tool_calls:
-        return min(len(functions), MAX_FORCED_CALLS)
-    return MAX_FORCED_CALLS
 
 
 def _slashes_escaped(pattern: str) -> str:

@@ -54,6 +54,7 @@ STOPPED, CUT = FinishReason.STOP, FinishReason.LENGTH
         (CHAT, CALLS, {"tools": TOOLS, "logprobs": True, "top_logprobs": 2}),
         (CHAT, CALLS, {"tools": TOOLS, "stop": ["now", "arguments 4"]}),
         (CHAT, "no call, <tool_ but nearly", {"tools": TOOLS}),
+        (CHAT, f"{CALLS[6:]}\n{CALLS[6:]}", {"tools": TOOLS, "tool_choice": "required"}),
     ],
 )
 @pytest.mark.parametrize("reason", [STOPPED, CUT])
@@ -124,6 +125,13 @@ def test_nobody_sees_marks_who_did_not_ask(worker: RunningWorker) -> None:
     assert ": t" not in response.text
     logprobs = ask(worker.http, COMPLETIONS, {**GREEDY, "prompt": "hello", "logprobs": 1, "stop": "x"})
     assert "x-warmgate-marks" not in logprobs.headers
+
+
+def test_log_probabilities_of_an_answer_that_holds_calls_back_are_not_told_again(bench: Bench) -> None:
+    body = {**GREEDY, "messages": [{"role": "user", "content": "x"}], "tools": TOOLS, "stream": True}
+    for choice, logprobs, is_marked in (("required", True, False), ("required", False, True), ("auto", True, True)):
+        call = bench.preparer.chat(json.dumps({**body, "tool_choice": choice, "logprobs": logprobs}).encode())
+        assert (marks_for(call, b"all") is not None) == is_marked
 
 
 @pytest.mark.parametrize(

@@ -20,7 +20,7 @@ from engine_worker.core.types import FinishReason
 from engine_worker.serving.requests import ChatRequest, convert
 from engine_worker.serving.structured import wanted_format
 from engine_worker.serving.tool_reply import ChoiceCalls
-from engine_worker.serving.tool_use import ToolPlanner, ToolUse
+from engine_worker.serving.tool_use import MAX_FORCED_CALLS, ToolPlanner, ToolUse
 from tests.engine_worker.serving.fake_engine import make_tokenizer
 
 TOKENIZER = make_tokenizer()
@@ -107,12 +107,30 @@ def test_forced_calls_are_calls_whatever_the_model_says(template: str, choice: A
         message = read(use, text)
         assert message["reason"] == "tool_calls"
         assert message["content"] is None
-        assert 1 <= len(message["tool_calls"]) <= (16 if choice == "required" else 1)
+        assert 1 <= len(message["tool_calls"]) <= (MAX_FORCED_CALLS if choice == "required" else 1)
         for call in message["tool_calls"]:
             arguments = json.loads(call["function"]["arguments"])
             jsonschema.validate(arguments, SCHEMAS[call["function"]["name"]])
             assert choice == "required" or call["function"]["name"] == "get_weather"
     assert num_ended >= 3
+
+
+@pytest.mark.parametrize("parallel", [{}, {"parallel_tool_calls": True}, {"parallel_tool_calls": False}], ids=str)
+def test_one_function_may_be_called_several_times_unless_the_client_wants_one_call(parallel: dict[str, bool]) -> None:
+    """Absent means true, as at OpenAI; but for repeats, which are kept only where they are asked for by name."""
+    use, grammar = plan("hermes", tools=[WEATHER], tool_choice="required", **parallel)
+    assert use is not None
+    matcher = LLMatcher(LL_TOKENIZER, grammar, log_level=0)
+    call = '<tool_call>\n{"name": "get_weather", "arguments": {"city":"Rome"}}\n</tool_call>'
+    ids = [TOKENIZER.encode(text, add_special_tokens=False).ids for text in (call, "\n" + call)]
+    assert matcher.consume_tokens(ids[0])
+    num_more = 0
+    while matcher.validate_tokens(ids[1]) == len(ids[1]):
+        assert matcher.consume_tokens(ids[1])
+        num_more += 1
+    is_single = parallel.get("parallel_tool_calls") is False
+    assert num_more == (0 if is_single else MAX_FORCED_CALLS - 1)
+    assert (use.repeats() is not None) == (parallel == {})
 
 
 @pytest.mark.parametrize("template", [name for name in TEMPLATES if name != "another"])
