@@ -69,17 +69,24 @@ class Admission:
 
     async def enter(self, claim: Claim = ANYONE) -> None:
         """Take a place; `leave` gives it back. Raises ApiError(503). A cancelled wait leaves nothing behind."""
+        if self.try_enter(claim):
+            return
+        lane = self._lane(claim)
+        if self.num_queued >= self._max_queued:
+            self._make_room(claim, lane)
+        await self._wait(claim, lane)
+
+    def try_enter(self, claim: Claim = ANYONE) -> bool:
+        """The same where there is nothing to wait for, else False. Raises ApiError(503)."""
         if self.is_closed:
             message = "This gateway is being drained and takes no new requests."
             raise ApiError(503, message, code="draining", retry_after_s=RETRY_AFTER_S)
         lane = self._lane(claim)
-        if not lane.queue and self._has_room(claim.model, lane):
-            self._admit(lane)
-            lane.queue.begin(claim.tenant, claim.weight, claim.cost)
-            return
-        if self.num_queued >= self._max_queued:
-            self._make_room(claim, lane)
-        await self._wait(claim, lane)
+        if lane.queue or not self._has_room(claim.model, lane):
+            return False
+        self._admit(lane)
+        lane.queue.begin(claim.tenant, claim.weight, claim.cost)
+        return True
 
     async def _wait(self, claim: Claim, lane: _Lane) -> None:
         waiter = asyncio.get_running_loop().create_future()

@@ -7,7 +7,7 @@ import math
 import os
 import random
 import re
-from collections.abc import Awaitable, Callable, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
 from engine_worker.contract.errors import ApiError, check_json_type, error_body
@@ -31,26 +31,24 @@ class ClientGone(Exception):
     """The client left, or reads so slowly that it counts as gone."""
 
 
-def header(scope: Scope, name: bytes) -> bytes | None:
-    for key, value in scope["headers"]:
-        if key == name:
-            return bytes(value)
-    return None
-
-
 def request_id(scope: Scope) -> str:
     """The client's own id if it can stand in a header and a log, else a new one."""
-    given = header(scope, b"x-request-id")
-    if given is not None:
-        text = given.decode("latin-1")
-        if _SANE_ID.fullmatch(text):
-            return text
+    return given_id(scope["headers"]) or new_id()
+
+
+def given_id(headers: Iterable[tuple[bytes, bytes]]) -> str:
+    """The client's own id; empty where it gave none, or none that can stand in a header and a log."""
+    given = next((value for name, value in headers if name == b"x-request-id"), b"").decode("latin-1")
+    return given if _SANE_ID.fullmatch(given) else ""
+
+
+def new_id() -> str:
     return f"req-{_ids.getrandbits(96):024x}"
 
 
-def patience_s(scope: Scope) -> float | None:
+def patience_s(headers: Iterable[tuple[bytes, bytes]]) -> float | None:
     """How long the client says that it waits for the first byte of an answer; None where it doesn't say."""
-    for name, value in scope["headers"]:
+    for name, value in headers:
         if name in _PATIENCE:
             try:
                 seconds = float(value)
@@ -211,6 +209,11 @@ class Answer:
     def connection(self) -> Any:
         """The http_protocol.Connection to `push` to; None where only `write` will do."""
         return self._scope["extensions"]["warmgate.connection"] if self._cycle is not None else None
+
+    @property
+    def is_gone(self) -> bool:
+        """Whether its client is known to have left."""
+        return self._cycle is not None and self._cycle.disconnected
 
     def push(self, data: bytes) -> None:
         """`write` from a callback: what the client doesn't read yet is buffered, and `connection.on_paused` says so."""

@@ -40,6 +40,7 @@ from gateway.replicas.warmup import Warmer, WarmupCollector
 from gateway.router import Router
 from gateway.routes import cold_routes
 from gateway.sharing.figures import SharingCollector
+from gateway.straight import Straight
 from gateway.tenancy.directory import Identity
 from gateway.tenancy.figures import TenantCollector
 from gateway.tenancy.service import Tenancy
@@ -130,6 +131,7 @@ class Gateway:
             self.metrics.registry.register(SharingCollector(self.sharing.figures))
         self._cold: Starlette = cold_routes(self)
         self._proxy: Proxy | None = None
+        self.straight: Straight | None = None  # for plain_protocol.py
         self.warmer: Warmer | None = None
         self._counter: TokenCounter | None = None
         self._aliases = Aliases(settings.model_aliases)
@@ -247,6 +249,9 @@ class Gateway:
             settings, self.registry, self.router, prefix, upstream, self.metrics, self.access_log, on_trouble,
             quarantine, self.admission, self.tenancy,
         )  # fmt: skip
+        self.straight = Straight(
+            settings, self._proxy, self.router, prefix, upstream, quarantine, self.admission, self.tenancy
+        )
         prompts = HotPrompts(settings.warmup_store_bytes)
         warmer = self.warmer = Warmer(
             prompts, self.registry, self.router, prefix, upstream, settings.warmup_s, settings.handover_s
@@ -271,6 +276,7 @@ class Gateway:
             await monitor.first_polls(_FIRST_POLLS_S)  # meanwhile the kernel keeps connections waiting
             yield self
         finally:
+            self.straight = None
             loop_watch.close()
             await warmer.close()
             if self.sharing is not None:

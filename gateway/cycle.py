@@ -40,14 +40,13 @@ class Cycle(RequestResponseCycle):
 
     _head = b""
     _bodiless = False
-    _joined_defaults: tuple[Any, bytes] = (None, b"")
 
     def begin(self, status: int, headers: Headers) -> None:
         """The status line and headers, which go out with what follows. Their values hold no line ends."""
         assert not self.response_started
         self.response_started = True
         self.waiting_for_100_continue = False
-        parts = [STATUS_LINE[status], self._defaults()]
+        parts = [STATUS_LINE[status], joined(self.default_headers)]
         self._bodiless = status in (204, 304) or self.scope["method"] == "HEAD"
         self.chunked_encoding = not self._bodiless and self.scope["http_version"] != "1.0"
         for name, value in headers:
@@ -101,10 +100,15 @@ class Cycle(RequestResponseCycle):
         if self.is_paused:
             await self.flow.drain()
 
-    def _defaults(self) -> bytes:
-        """The server's own headers (the date), joined once for all responses of a second."""
-        headers, joined = Cycle._joined_defaults
-        if headers is not self.default_headers:
-            joined = b"".join(b"%b: %b\r\n" % pair for pair in self.default_headers)
-            Cycle._joined_defaults = (self.default_headers, joined)
-        return joined
+
+_joined: tuple[Any, bytes] = (None, b"")
+
+
+def joined(headers: Headers) -> bytes:
+    """The server's own headers (the date) as lines, made once for all responses of a second."""
+    global _joined
+    of, lines = _joined
+    if of is not headers:
+        lines = b"".join(b"%b: %b\r\n" % pair for pair in headers)
+        _joined = (headers, lines)
+    return lines

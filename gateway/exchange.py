@@ -7,7 +7,8 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 from engine_worker.contract.errors import ApiError
-from gateway.answer import Answer, Headers
+from gateway.admission import ANYONE, Claim
+from gateway.answer import Answer, Headers, Watch
 from gateway.guard import Guard, Interrupt
 from gateway.observe.record import EndState, RequestRecord
 from gateway.openai.parse import ParsedRequest
@@ -25,6 +26,21 @@ _CODES = {FailureKind.BROKEN: "replica_failed", FailureKind.TIMEOUT: "timeout"}
 _ENGINE_DIED = b'"engine_restarting"'  # the code in a bundled worker's answer then
 _ENGINE_AWAY = b'"engine_not_ready"'  # and until the next one is there
 CLIENT_CLOSED_REQUEST = 499  # nginx's status, for metrics and the log only: nobody is there to get it
+
+
+@dataclass(slots=True, eq=False)
+class Errand:
+    """What a request needs from its first step to its last."""
+
+    record: RequestRecord
+    answer: Answer
+    guard: Guard
+    watch: Watch
+    visit: Visit | None = None
+
+    @property
+    def claim(self) -> Claim:
+        return self.visit.claim if self.visit is not None else ANYONE
 
 
 @dataclass(slots=True, eq=False)
@@ -55,24 +71,13 @@ class Exchange:
         self.visit.end(self.record, num_tokens)
         return self.visit.service
 
-    def body_for(self, replica: Replica) -> bytes:
-        """The body, without our salt for a replica that doesn't know the field."""
-        parsed = self.parsed
-        return parsed.body if parsed.unsalted is None or replica.keeps_apart else parsed.unsalted
-
     def upstream_headers(self, api_key: str | None) -> bytes:
         return request_headers(self.client_headers, self.record.request_id, api_key)
 
     def placed(self, lease: Lease, base_headers: Headers) -> None:
         """Note where the request went, in the record and in the response's headers."""
-        record, decision = self.record, lease.decision
-        record.placed_at = record.placed_at or lease.dispatched_at
-        record.num_attempts += 1
-        record.replica_id = lease.replica.replica_id
-        record.policy = decision.policy
-        record.reason = decision.reason
-        record.matched_tokens = decision.matched_tokens
-        record.prompt_tokens = decision.num_tokens
+        note_place(self.record, lease)
+        decision = lease.decision
         self.answer.headers = [
             *base_headers,
             (b"x-warmgate-replica", lease.replica.replica_id.encode("ascii")),
@@ -99,6 +104,23 @@ class Exchange:
         record.error = error
         record.ended_at = time.monotonic()
         self.settle()
+
+
+def body_for(parsed: ParsedRequest, replica: Replica) -> bytes:
+    """The body, without our salt for a replica that doesn't know the field."""
+    return parsed.body if parsed.unsalted is None or replica.keeps_apart else parsed.unsalted
+
+
+def note_place(record: RequestRecord, lease: Lease) -> None:
+    """Where the request went."""
+    decision = lease.decision
+    record.placed_at = record.placed_at or lease.dispatched_at
+    record.num_attempts += 1
+    record.replica_id = lease.replica.replica_id
+    record.policy = decision.policy
+    record.reason = decision.reason
+    record.matched_tokens = decision.matched_tokens
+    record.prompt_tokens = decision.num_tokens
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,6 +18,7 @@ import asyncio
 import heapq
 import math
 from enum import StrEnum
+from typing import Protocol
 from weakref import WeakKeyDictionary
 
 
@@ -41,17 +42,25 @@ class Interrupted(Exception):
 TICK_S = 0.02
 
 
-class _Wheel:
+class Looked(Protocol):
+    """What has a place on the wheel."""
+
+    def look(self, now: float) -> None:
+        """Its time has come."""
+        ...
+
+
+class Wheel:
     """Guards by the tick at which they want to be looked at. Ticks left empty by closed guards pass unnoticed."""
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
-        self._ticks: dict[int, set[Guard]] = {}
+        self._ticks: dict[int, set[Looked]] = {}
         self._order: list[int] = []  # a heap of the ticks in use
         self._timer: asyncio.TimerHandle | None = None
         self._timer_tick = 0
 
-    def add(self, guard: Guard, at: float) -> int:
+    def add(self, guard: Looked, at: float) -> int:
         """Look at `guard` when `at` has come. Returns its place, for `remove`."""
         tick = int(at / TICK_S) + 1
         guards = self._ticks.get(tick)
@@ -63,7 +72,7 @@ class _Wheel:
         guards.add(guard)
         return tick
 
-    def remove(self, guard: Guard, tick: int) -> None:
+    def remove(self, guard: Looked, tick: int) -> None:
         if (guards := self._ticks.get(tick)) is not None:
             guards.discard(guard)
 
@@ -90,13 +99,13 @@ class _Wheel:
         assert self._timer is None or self._timer_tick <= self._order[0]
 
 
-_wheels: WeakKeyDictionary[asyncio.AbstractEventLoop, _Wheel] = WeakKeyDictionary()
+_wheels: WeakKeyDictionary[asyncio.AbstractEventLoop, Wheel] = WeakKeyDictionary()
 
 
-def _wheel_of(loop: asyncio.AbstractEventLoop) -> _Wheel:
+def wheel_of(loop: asyncio.AbstractEventLoop) -> Wheel:
     wheel = _wheels.get(loop)
     if wheel is None:
-        wheel = _wheels[loop] = _Wheel(loop)
+        wheel = _wheels[loop] = Wheel(loop)
     return wheel
 
 
@@ -128,7 +137,7 @@ class Guard:
         self._last_at = self._deadline_at = now + deadline_s
         self._phase = phase
         self._phase_at = now + phase_s
-        self._wheel = _wheel_of(self._loop)
+        self._wheel = wheel_of(self._loop)
         self._tick_at = self._next_at()
         self._tick = self._wheel.add(self, self._tick_at)
 

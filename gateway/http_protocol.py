@@ -154,7 +154,22 @@ class GatewayProtocol(HttpToolsProtocol):
         self._in_head = False
         parser = self.parser
         http_version = parser.get_http_version()
-        path, raw_path, query = self._paths.get(self.url) or self._parse_url()
+        keep_alive = http_version != "1.0" and parser.should_keep_alive()
+        method = parser.get_method().decode("ascii")
+        existing = self.cycle
+        cycle = self._new_cycle(method, self.url, self.headers, http_version, keep_alive, self.expect_100_continue)
+        self.cycle = cycle
+        if existing is None or existing.response_complete:
+            self._start_asgi_task(cycle, self.app)
+        else:
+            self.flow.pause_reading()
+            self.pipeline.appendleft((cycle, self.app))
+
+    def _new_cycle(
+        self, method: str, url: bytes, headers: list[tuple[bytes, bytes]], http_version: str, keep_alive: bool,
+        expects_100_continue: bool = False,
+    ) -> Cycle:  # fmt: skip
+        path, raw_path, query = self._paths.get(url) or self._parse_url(url)
         self.scope = {
             "type": "http",
             "asgi": {"version": self.asgi_version, "spec_version": "2.3"},
@@ -162,17 +177,16 @@ class GatewayProtocol(HttpToolsProtocol):
             "server": self.server,
             "client": self.client,
             "scheme": self.scheme or "http",
-            "method": parser.get_method().decode("ascii"),
+            "method": method,
             "root_path": self.root_path,
             "path": path,
             "raw_path": raw_path,
             "query_string": query,
-            "headers": self.headers,
+            "headers": headers,
             "state": self.app_state.copy(),
             "extensions": self._extensions,  # type: ignore[typeddict-item]
         }
-        existing = self.cycle
-        cycle = self.cycle = Cycle(
+        return Cycle(
             scope=self.scope,
             transport=self.transport,
             flow=self.flow,
@@ -181,29 +195,24 @@ class GatewayProtocol(HttpToolsProtocol):
             access_log=False,
             default_headers=self.server_state.default_headers,
             message_event=asyncio.Event(),
-            expect_100_continue=self.expect_100_continue,
-            keep_alive=http_version != "1.0" and parser.should_keep_alive(),
+            expect_100_continue=expects_100_continue,
+            keep_alive=keep_alive,
             on_response=self.on_response_complete,
         )
-        if existing is None or existing.response_complete:
-            self._start_asgi_task(cycle, self.app)
-        else:
-            self.flow.pause_reading()
-            self.pipeline.appendleft((cycle, self.app))
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         assert isinstance(cycle, Cycle)
         self._connection.cycle = cycle  # whose turn it is: with pipelined requests not the one read last
         super()._start_asgi_task(cycle, app)
 
-    def _parse_url(self) -> tuple[str, bytes, bytes]:
+    def _parse_url(self, url: bytes) -> tuple[str, bytes, bytes]:
         """Path, raw path and query; kept for the few short URLs that nearly all requests have."""
-        parsed = httptools.parse_url(self.url)  # what it refuses, the parser reports
+        parsed = httptools.parse_url(url)  # what it refuses, the parser reports
         raw_path = parsed.path or b"/"
         path = raw_path.decode("ascii")
         found = (urllib.parse.unquote(path) if "%" in path else path, raw_path, parsed.query or b"")
-        if len(self.url) <= _MAX_PATH_BYTES and len(self._paths) < _MAX_PATHS:
-            self._paths[self.url] = found
+        if len(url) <= _MAX_PATH_BYTES and len(self._paths) < _MAX_PATHS:
+            self._paths[url] = found
         return found
 
     def on_response_complete(self) -> None:

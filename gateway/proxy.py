@@ -3,7 +3,7 @@
     read the body -> parse -> chains -> place -> attempt -> (failed before the commit point: place elsewhere, once)
                                                          -> (failed behind it: go on elsewhere, where resume.py can)
 
-Every request leaves through `_conclude`, in one of the end states of observe/record.py. Every lease that was taken is
+Every request leaves through `conclude`, in one of the end states of observe/record.py. Every lease that was taken is
 ended once, by the relay when the answer is whole, else by `_attempt`. Whatever interrupts the request (the client
 left, a timeout, the deadline) reaches its wait through its guard, and closes the connection: so a replica learns of it.
 """
@@ -17,15 +17,16 @@ from collections.abc import Awaitable, Callable
 from dataclasses import replace
 
 from engine_worker.contract.errors import ApiError
-from gateway.admission import ANYONE, Admission
-from gateway.aliases import Aliases
+from gateway.admission import Admission
 from gateway.answer import Answer, ClientGone, Receive, Scope, Send, Watch, patience_s, read_body, request_id, sized
+from gateway.begun import Begun
 from gateway.config import GatewaySettings
 from gateway.embedders import Embedders
 from gateway.endings import end_broken, give_up, interrupted, quarantined, reject, sentence
 from gateway.exchange import (
     BROKEN_OFF,
     CLIENT_CLOSED_REQUEST,
+    Errand,
     Exchange,
     Failure,
     ReplicaRefused,
@@ -33,10 +34,11 @@ from gateway.exchange import (
     of_upstream,
 )
 from gateway.guard import Guard, Interrupt
+from gateway.intake import Intake
 from gateway.observe.access_log import AccessLog
 from gateway.observe.metrics import Metrics
 from gateway.observe.record import EndState, RequestRecord
-from gateway.openai.parse import Endpoint, ParsedRequest, parse_request, with_model
+from gateway.openai.parse import Endpoint, ParsedRequest
 from gateway.openai.sse import SseError
 from gateway.prefix.service import PrefixService
 from gateway.quarantine import Quarantine
@@ -45,15 +47,12 @@ from gateway.replicas.registry import Registry, Replica
 from gateway.resume import Resumer, can_resume
 from gateway.router import Lease, NoReplica, Router
 from gateway.tenancy.directory import Identity
-from gateway.tenancy.refusals import shut_out
 from gateway.tenancy.service import Tenancy
 from gateway.translate.answer import TranslatedAnswer, Translation
 from gateway.upstream import Upstream, UpstreamError
 from policies.events import FailureKind
 from policies.retry import GiveUp, Outcome, Retry, allows_retry, next_step
 from policies.types import ReplicaStatus, RouteRequest
-
-_BYTES_PER_TOKEN = 4  # an estimate, for requests that have no chain
 
 
 class Proxy:
@@ -84,8 +83,7 @@ class Proxy:
         self._quarantine = quarantine
         self._admission = admission
         self._tenancy = tenancy
-        self._keeps_apart = settings.unsalted_replicas == "refuse"
-        self._aliases = Aliases(settings.model_aliases)
+        self.intake = Intake(settings, registry, router)
         self._embedders = Embedders(time.monotonic)
         self._num_retrying = 0
         self.on_served: Callable[[ParsedRequest, str, Lease], None] | None = None  # prompts worth keeping (warmup.py)
@@ -96,14 +94,9 @@ class Proxy:
         )
 
     async def __call__(
-        self,
-        scope: Scope,
-        receive: Receive,
-        send: Send,
-        endpoint: Endpoint,
-        path: str,
+        self, scope: Scope, receive: Receive, send: Send, endpoint: Endpoint, path: str,
         translation: Translation | None = None,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """Serve one request to `path` (the replica's path for it), by way of `translation` if the client speaks
         another API."""
         guard = Guard(self._settings.request_s, Interrupt.BODY_TIMEOUT, self._settings.body_s)
@@ -113,26 +106,24 @@ class Proxy:
             record.endpoint = translation.name
             answer = TranslatedAnswer(scope, send, translation, record)
         answer.headers = [(b"x-request-id", record.request_id.encode("ascii"))]
-        watch = Watch(scope, guard)
-        visit, claim = None, ANYONE
+        errand = Errand(record, answer, guard, Watch(scope, guard))
+        await self._conduct(errand, self._from_start(errand, scope, receive, endpoint, path, translation))
+
+    async def take_over(self, scope: Scope, receive: Receive, send: Send, begun: Begun) -> None:
+        """Go on with a request that straight.py has begun."""
+        guard = Guard(begun.left_s)
+        if begun.patience_s is not None:
+            guard.hurry(begun.patience_s)
+        answer = Answer(scope, send)
+        answer.headers = begun.headers
+        errand = Errand(begun.record, answer, guard, Watch(scope, guard), begun.visit)
+        await self._conduct(errand, self._from_begun(errand, begun, scope, receive))
+
+    async def _conduct(self, errand: Errand, way: Awaitable[None]) -> None:
+        """A request's way to its end, whichever that is."""
+        record, answer, guard = errand.record, errand.answer, errand.guard
         try:
-            identity = self._tenancy.identify(scope, record)
-            parsed = await self._read(scope, receive, guard, endpoint, translation, identity, record)
-            if (patience := patience_s(scope)) is not None:
-                guard.hurry(patience)
-            record.stream = parsed.stream
-            watch.start(receive)
-            exchange = Exchange(record, parsed, guard, answer, scope["headers"], path)
-            if self._quarantine.holds(path, parsed.body):
-                raise quarantined()
-            if identity is not None:
-                visit = exchange.visit = await self._tenancy.admit(identity, parsed, record, answer.headers)
-                claim = visit.claim
-            await self._admission.enter(claim)
-            try:
-                await self._serve(exchange)
-            finally:
-                self._admission.leave(claim, exchange.settle())
+            await way
         except ApiError as error:
             await reject(record, answer, error)
         except ClientGone:
@@ -143,42 +134,74 @@ class Proxy:
             await interrupted(record, guard, answer, cancelled)
         finally:
             guard.close()
-            watch.stop()
-            self._conclude(record)
-            if visit is not None:
-                visit.end(record, 0)
+            errand.watch.stop()
+            self.conclude(record)
+            if errand.visit is not None:
+                errand.visit.end(record, 0)
                 self._tenancy.figures.ended(record)
 
-    async def _read(
-        self, scope: Scope, receive: Receive, guard: Guard, endpoint: Endpoint, translation: Translation | None,
-        identity: Identity | None, record: RequestRecord,
-    ) -> ParsedRequest:  # fmt: skip
+    async def _from_start(
+        self, errand: Errand, scope: Scope, receive: Receive, endpoint: Endpoint, path: str,
+        translation: Translation | None,
+    ) -> None:  # fmt: skip
+        record, guard = errand.record, errand.guard
+        identity = self._tenancy.identify(scope, record)
         body = await read_body(scope, receive, self._settings.max_body_bytes)
         guard.leave()
         if translation is not None:
             translation.owner = identity.tenant if identity is not None else ""
             body = sized(translation.request(body), self._settings.max_body_bytes)  # stored answers come with it
-        parsed = parse_request(endpoint, body, identity.salted if identity is not None else None)
-        if parsed.model is None:
-            if identity is not None:
-                identity.check_model(self._model(parsed))
-            return parsed
-        record.asked_model = parsed.model
-        model = self._aliases.resolve(parsed.model, self._registry.model_names)
-        if identity is not None:
-            identity.check_model(parsed.model, model)
-        return parsed if model == parsed.model else with_model(parsed, model)
+        parsed = self.intake.parse(endpoint, body, identity, record)
+        if (patience := patience_s(scope["headers"])) is not None:
+            guard.hurry(patience)
+        errand.watch.start(receive)
+        exchange = Exchange(record, parsed, guard, errand.answer, scope["headers"], path)
+        await self._enter(errand, exchange, identity)
+        await self._within(errand, exchange)
 
-    async def _serve(self, exchange: Exchange) -> None:
+    async def _from_begun(self, errand: Errand, begun: Begun, scope: Scope, receive: Receive) -> None:
+        if begun.error is not None:
+            raise begun.error
+        assert begun.parsed is not None
+        errand.watch.start(receive)
+        exchange = Exchange(begun.record, begun.parsed, errand.guard, errand.answer, scope["headers"], begun.path)
+        exchange.visit = begun.visit
+        if not begun.is_admitted:
+            if errand.answer.is_gone:
+                raise ClientGone
+            await self._enter(errand, exchange, begun.identity)
+        await self._within(errand, exchange, begun)
+
+    async def _enter(self, errand: Errand, exchange: Exchange, identity: Identity | None) -> None:
+        """Take a place among the requests under way, as its key and the gateway's bounds allow."""
+        parsed = exchange.parsed
+        if self._quarantine.holds(exchange.path, parsed.body):
+            raise quarantined()
+        if identity is not None and errand.visit is None:
+            headers = errand.answer.headers
+            errand.visit = exchange.visit = await self._tenancy.admit(identity, parsed, errand.record, headers)
+        await self._admission.enter(errand.claim)
+
+    async def _within(self, errand: Errand, exchange: Exchange, begun: Begun | None = None) -> None:
+        try:
+            await self._serve(exchange, begun)
+        finally:
+            self._admission.leave(errand.claim, exchange.settle())
+
+    async def _serve(self, exchange: Exchange, begun: Begun | None = None) -> None:
         """Place and attempt until the exchange has ended. Raises ApiError and ClientGone where it has not."""
-        route = await self._route_request(exchange)
         base_headers = exchange.answer.headers
-        lease = await self._place(route, exchange)
+        if begun is not None and begun.route is not None and begun.lease is not None:
+            route, lease = begun.route, begun.lease
+        else:
+            route, begun = await self._route_request(exchange), None
+            lease = await self._place(route, exchange)
         exchange.placed(lease, base_headers)
         attempt, is_counted = 1, False
         try:
             while True:
-                failure = await self._attempt(exchange, lease)
+                failure = await self._attempt(exchange, lease, begun)
+                begun = None
                 if failure is None:
                     if self.on_served is not None and exchange.record.end is EndState.COMPLETED:
                         self.on_served(exchange.parsed, exchange.path, lease)
@@ -257,51 +280,26 @@ class Proxy:
 
     async def _route_request(self, exchange: Exchange) -> RouteRequest:
         parsed, record = exchange.parsed, exchange.record
-        model = self._model(parsed)
-        self._router.check_model(model)
-        record.model = model
-        excluded = shut_out(self._registry, model) if exchange.visit is not None and self._keeps_apart else frozenset()
-        chains = {}
-        if parsed.source is not None:
-            chains = await self._prefix.chains(parsed.source, self._registry.key_spaces(model))
-        estimate = max(1, len(parsed.body) // _BYTES_PER_TOKEN)
-        route = RouteRequest(
-            request_id=self._router.new_id(),
-            model=model,
-            num_tokens=max((chain.num_tokens for chain in chains.values()), default=estimate),
-            chains=chains,
-            max_output_tokens=parsed.max_output_tokens,
-            session=parsed.session,
-            streamed=parsed.stream,
-            tenant=record.tenant,
-            excluded=excluded,
-        )
+        spaces = self.intake.key_spaces(parsed, record)
+        chains = await self._prefix.chains(parsed.source, spaces) if parsed.source is not None else {}
+        route = self.intake.route(parsed, record, chains)
         return self._embedders.only(route, self._router) if parsed.endpoint == "embeddings" else route
 
-    def _model(self, parsed: ParsedRequest) -> str:
-        """Routes that may leave the model out mean the only one there is."""
-        if parsed.model is not None:
-            return parsed.model
-        models = self._registry.models()
-        if len(models) == 1:
-            return models[0]
-        if not models:
-            self._router.check_model("")
-        raise ApiError(
-            400, f"You must provide the parameter 'model'; models served: {', '.join(models)}.", param="model"
-        )
-
-    async def _attempt(self, exchange: Exchange, lease: Lease) -> Failure | None:
-        """One replica's turn. None: the exchange has ended. Raises ClientGone."""
+    async def _attempt(self, exchange: Exchange, lease: Lease, begun: Begun | None) -> Failure | None:
+        """One replica's turn, `begun` or not. None: the exchange has ended. Raises ClientGone."""
+        if begun is not None and (failure := begun.failure_of(exchange.answer)) is not None:
+            return await self._after(exchange, lease, failure)
         replica, guard = lease.replica, exchange.guard
         replica.waiting.add(guard)
-        response = None
+        response = begun.response if begun is not None else None
         try:
             if exchange.parsed.stream:
                 guard.enter(Interrupt.FIRST_TOKEN_TIMEOUT, self._settings.first_token_s)
             else:
                 guard.leave()
-            response = await self._upstream.post(*self._resumer.request(exchange, lease))
+            if response is None:
+                is_again = begun is not None and begun.is_again
+                response = await self._upstream.post(*self._resumer.request(exchange, lease), is_again)
             await self._relay.relay(exchange, lease, response)
             if exchange.record.end is EndState.FAILED:  # the stream ended in the replica's own error event
                 self._quarantine.suspect(exchange.path, exchange.parsed.body, replica)
@@ -341,7 +339,8 @@ class Proxy:
         await end_broken(exchange, failure)
         return None
 
-    def _conclude(self, record: RequestRecord) -> None:
+    def conclude(self, record: RequestRecord) -> None:
+        """Every request leaves through here."""
         if record.end is None:  # a bug of ours raised: say so in the figures too
             record.ended_at = time.monotonic()
             record.status = 500

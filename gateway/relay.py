@@ -17,7 +17,7 @@ import msgspec
 from gateway.exchange import Exchange, Failure, ReplicaRefused
 from gateway.guard import Interrupt
 from gateway.observe.metrics import Metrics
-from gateway.observe.record import EndState
+from gateway.observe.record import EndState, RequestRecord
 from gateway.openai.errors import error_in, error_of, in_shape
 from gateway.openai.sse import FRAME, Frame, SseError, StreamScanner, Usage
 from gateway.pump import Pump
@@ -60,12 +60,13 @@ class Relay:
         body = await response.read_all(self._max_response_bytes)
         frame = Frame()
         if response.header(b"content-encoding") in (None, "identity"):
-            frame = _read_frame(body)
+            frame = read_frame(body)
         cached = response.cached_tokens
         if cached is None and frame.usage is not None:
             cached = frame.usage.cached_tokens
         exchange.cached(cached)
-        _finish(exchange, lease, frame.usage, 0, 0, cached)
+        finish(exchange.record, lease, frame.usage, 0, 0, cached)
+        exchange.ended(EndState.COMPLETED, 200)
         await exchange.answer.whole(response.status, response.headers(), body)
 
     async def _stream(self, exchange: Exchange, lease: Lease, response: UpstreamResponse) -> None:
@@ -106,7 +107,8 @@ class Relay:
             exchange.ended(EndState.FAILED, response.status, told.message[:500])
             rest += b"data: " + (told.body or b"") + b"\n\n"
         else:
-            _finish(exchange, lease, scanner.usage, scanner.num_events, num_before, response.cached_tokens)
+            finish(exchange.record, lease, scanner.usage, scanner.num_events, num_before, response.cached_tokens)
+            exchange.ended(EndState.COMPLETED, 200)
         exchange.guard.enter(Interrupt.CLIENT_STALLED, self._idle_s)
         await exchange.answer.end(rest)
         await self._drain(exchange, response)
@@ -164,12 +166,11 @@ class Relay:
             exchange.guard.translate(error)
 
 
-def _finish(
-    exchange: Exchange, lease: Lease, usage: Usage | None, num_events: int, num_before: int, cached: int | None
+def finish(
+    record: RequestRecord, lease: Lease, usage: Usage | None, num_events: int, num_before: int, cached: int | None
 ) -> None:
-    """The answer is complete: end the lease and the record. Of its tokens `num_before` came from other replicas, and
-    were input to this one; `cached` of its input this one says that it reused."""
-    record = exchange.record
+    """The answer is complete: end the lease, and note what it was. Of its tokens `num_before` came from other replicas,
+    and were input to this one; `cached` of its input this one says that it reused."""
     num_output = num_events + num_before
     if usage is not None:
         num_output = usage.completion_tokens if usage.completion_tokens is not None else num_output
@@ -181,10 +182,9 @@ def _finish(
     record.output_tokens = num_output
     num_input = None if usage is None or usage.prompt_tokens is None else usage.prompt_tokens + num_before
     lease.finish(max(0, num_output - num_before), cached, num_input)
-    exchange.ended(EndState.COMPLETED, 200)
 
 
-def _read_frame(body: bytes) -> Frame:
+def read_frame(body: bytes) -> Frame:
     """A whole answer's usage. Raises UpstreamError when it is not JSON, ReplicaRefused when it is an error."""
     try:
         frame = FRAME.decode(body)

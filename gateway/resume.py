@@ -18,7 +18,7 @@ import msgspec
 
 from engine_worker.contract.resume import MARKS_HEADER, RESUME_PATH, ResumeOrder
 from engine_worker.contract.work import work_line
-from gateway.exchange import Exchange, Failure
+from gateway.exchange import Exchange, Failure, body_for
 from gateway.openai.marks import MarkedScanner, num_told, told_drafts, told_ids
 from gateway.openai.sse import StreamScanner, events
 from gateway.replicas.registry import Registry, Replica
@@ -114,7 +114,7 @@ class Resumer:
             if parsed.stream and parsed.num_choices == 1:
                 headers += self._marks
         if not exchange.answer.started:
-            return replica.target(exchange.path), headers, exchange.body_for(replica)
+            return replica.target(exchange.path), headers, body_for(parsed, replica)
         return replica.target(RESUME_PATH), headers + self._secret, exchange.order
 
     def scanner(

@@ -181,8 +181,8 @@ class Router:
 
         Raises NoReplica, also when it was held for `wait_s`. A cancelled wait leaves nothing behind.
         """
-        if self._hold is None:
-            return self._place_now(request)
+        if (lease := self.place_now(request)) is not None:
+            return lease
         future: asyncio.Future[Lease] = asyncio.get_running_loop().create_future()
         now = time.monotonic()
         try:
@@ -201,6 +201,10 @@ class Router:
             self._held.pop(request.request_id, None)
             self._queue.cancel(request.request_id)
             self.stats.num_queued = len(self._queue)
+
+    def place_now(self, request: RouteRequest) -> Lease | None:
+        """`place` without waiting; None where the policy may hold requests back. Raises NoReplica."""
+        return self._place_now(request) if self._hold is None else None
 
     def _poll(self) -> None:
         """Let go what may go now, and wake up again when the next one has waited too long."""

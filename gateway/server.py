@@ -22,7 +22,7 @@ from gateway import garbage, openness
 from gateway.admission import raise_fd_limit
 from gateway.app import Gateway, create_app
 from gateway.config import ConfigError, GatewaySettings, load_settings
-from gateway.http_protocol import GatewayProtocol
+from gateway.plain_protocol import PlainProtocol
 from gateway.processes import Place, listeners, run_processes, share_of
 from gateway.siblings import Siblings
 from gateway.tenancy.keys import KeysError
@@ -132,7 +132,7 @@ class _Server(uvicorn.Server):
 def _uvicorn_config(app: Gateway, settings: GatewaySettings) -> uvicorn.Config:
     max_header_bytes = settings.max_header_bytes
 
-    class Protocol(GatewayProtocol):
+    class Protocol(PlainProtocol):
         header_limit = max_header_bytes
 
     return uvicorn.Config(

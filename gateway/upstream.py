@@ -14,10 +14,11 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from urllib.parse import quote, urlsplit
 
-from gateway.upstream_connection import Connection, Sink, UpstreamError, UpstreamFailure
+from gateway.upstream_connection import Connection, Sink
+from gateway.upstream_errors import UpstreamError, UpstreamFailure
 from gateway.upstream_pool import Pool
 
 __all__ = ["Sink", "Target", "Upstream", "UpstreamError", "UpstreamFailure", "UpstreamResponse", "request_headers"]
@@ -78,15 +79,12 @@ class UpstreamResponse:
         return None
 
     def headers(self) -> list[tuple[bytes, bytes]]:
-        """The headers that go back to the client: lower case, none hop-by-hop, none of the gateway's own."""
-        return [
-            pair for pair in self.raw_headers if pair[0] not in _NOT_RETURNED and not pair[0].startswith(b"x-warmgate-")
-        ]
+        """Those that go back to the client."""
+        return returned(self.raw_headers)
 
     @property
     def cached_tokens(self) -> int | None:
-        value = self.header(CACHED_TOKENS_HEADER)
-        return int(value) if value is not None and value.isascii() and value.isdigit() else None
+        return cached_tokens_in(self.raw_headers)
 
     async def read_some(self) -> bytes:
         """All that has arrived, or what arrives next; empty at the end. Raises UpstreamError."""
@@ -151,24 +149,50 @@ class Upstream:
             pool.close()
         await asyncio.sleep(0)  # let the transports' last callbacks run
 
-    async def post(self, target: Target, headers: bytes, body: bytes) -> UpstreamResponse:
+    async def post(self, target: Target, headers: bytes, body: bytes, is_again: bool = False) -> UpstreamResponse:
         """Send a request; returns when the status line and headers are in. Raises UpstreamError.
 
-        `headers` are whole header lines, as request_headers makes them.
+        `headers` are whole header lines, as request_headers makes them. `is_again`: it was sent over a connection that
+        had served before and broke, so it gets a new one.
         """
         pool = self._pools.get(target.origin)
         if pool is None:
             pool = await self._make_pool(target)
-        head = b"%b%bcontent-length: %d\r\n\r\n" % (target.head, headers, len(body))
-        connection = pool.reusable() or await pool.take()
-        was_used = connection.num_served > 0
-        started = time.monotonic()
-        try:
-            return await _exchange(pool, connection, head, body)
-        except UpstreamError:
-            if not was_used or connection.answered or time.monotonic() - started >= self._connect_s:
-                raise
+        head = _head(target, headers, body)
+        if not is_again:
+            connection = pool.reusable() or await pool.take()
+            was_used = connection.num_served > 0
+            started = time.monotonic()
+            try:
+                return await _exchange(pool, connection, head, body)
+            except UpstreamError:
+                if not was_used or not self.may_repeat(connection, started):
+                    raise
         return await _exchange(pool, await pool.fresh(), head, body)
+
+    def try_post(self, target: Target, headers: bytes, body: bytes, on_news: Callable[[], None]) -> Connection | None:
+        """The same without waiting, over a connection that is there: None where none is idle. `on_news` is called back
+        as by Connection.watch. `response_of` or `done` take the connection from there; close it where it broke."""
+        pool = self._pools.get(target.origin)
+        connection = pool.reusable() if pool is not None else None
+        if connection is not None:
+            connection.watch(on_news)
+            connection.send(_head(target, headers, body), body)
+        return connection
+
+    def may_repeat(self, connection: Connection, started: float) -> bool:
+        """Whether a request sent at `started` over a used connection that broke may be sent once more: the replica had
+        closed the connection before the request reached it."""
+        return not connection.answered and time.monotonic() - started < self._connect_s
+
+    def response_of(self, target: Target, connection: Connection) -> UpstreamResponse:
+        """The answer on a connection of try_post, of which at least the head has come."""
+        return UpstreamResponse(connection, self._pools[target.origin])
+
+    def done(self, target: Target, connection: Connection) -> None:
+        """The exchange on a connection of try_post has ended."""
+        if connection.done():
+            self._pools[target.origin].put_back(connection)
 
     async def _make_pool(self, target: Target) -> Pool:
         context = None
@@ -182,6 +206,10 @@ class Upstream:
     def check_invariants(self) -> None:
         for pool in self._pools.values():
             pool.check_invariants()
+
+
+def _head(target: Target, headers: bytes, body: bytes) -> bytes:
+    return b"%b%bcontent-length: %d\r\n\r\n" % (target.head, headers, len(body))
 
 
 def _check_size(num_bytes: int, max_bytes: int) -> None:
@@ -199,15 +227,31 @@ async def _exchange(pool: Pool, connection: Connection, head: bytes, body: bytes
     return UpstreamResponse(connection, pool)
 
 
+def returned(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
+    """What goes back to the client of a replica's headers: lower case, none hop-by-hop, none of the gateway's own."""
+    return [pair for pair in headers if pair[0] not in _NOT_RETURNED and not pair[0].startswith(b"x-warmgate-")]
+
+
+def cached_tokens_in(headers: RawHeaders) -> int | None:
+    """What a replica's headers say that it reused."""
+    value = next((value for name, value in headers if name == CACHED_TOKENS_HEADER), b"")
+    return int(value) if value.isdigit() else None
+
+
 def request_headers(client_headers: RawHeaders, request_id: str, api_key: str | None) -> bytes:
     """What goes to a replica, as header lines: a short list of the client's headers, and ours.
 
     The client's values come from a parser that refuses line ends in them.
     """
-    lines = [b"x-request-id: ", request_id.encode("ascii"), b"\r\n"]
-    for name, value in client_headers:
-        if name in _FORWARDED:
-            lines += (name, b": ", value, b"\r\n")
-    if api_key is not None:
-        lines += (b"authorization: Bearer ", api_key.encode("latin-1"), b"\r\n")
-    return b"".join(lines)
+    return with_forwarded(forwarded(client_headers), request_id, api_key)
+
+
+def forwarded(client_headers: RawHeaders) -> bytes:
+    """The lines of a client's headers that replicas see."""
+    return b"".join(b"%b: %b\r\n" % (name, value) for name, value in client_headers if name in _FORWARDED)
+
+
+def with_forwarded(lines: bytes, request_id: str, api_key: str | None) -> bytes:
+    """request_headers, of which `forwarded` was made before."""
+    key = b"authorization: Bearer %b\r\n" % api_key.encode("latin-1") if api_key is not None else b""
+    return b"x-request-id: %b\r\n%b%b" % (request_id.encode("ascii"), lines, key)

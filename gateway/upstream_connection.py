@@ -13,31 +13,18 @@ pausing the socket.
 from __future__ import annotations
 
 import asyncio
-import os
 import socket
 from collections.abc import Callable
-from enum import IntEnum, StrEnum
+from enum import IntEnum
 from typing import Protocol
 
 import httptools
 
+from gateway.upstream_errors import UpstreamError, broken, why
+
 MAX_SILENT_BYTES = 256 * 1024  # of head, chunk extensions or trailers at a time
 SOCKET_BUFFER_BYTES = 128 * 1024  # of the kernel, for each direction of a stream (Linux takes twice that)
 MAX_BUFFERED_BYTES = 256 * 1024
-
-
-class UpstreamFailure(StrEnum):
-    """CONNECT: nothing was sent. BROKEN: the connection ended before the response did. TIMEOUT: no answer in time."""
-
-    CONNECT = "connect"
-    BROKEN = "broken"
-    TIMEOUT = "timeout"
-
-
-class UpstreamError(Exception):
-    def __init__(self, kind: UpstreamFailure, message: str) -> None:
-        super().__init__(message)
-        self.kind = kind
 
 
 class Sink(Protocol):
@@ -78,6 +65,7 @@ class Connection(asyncio.Protocol):
         "_num_body_bytes",
         "_num_silent_bytes",
         "_on_closed",
+        "_on_news",
         "_parser",
         "_sink",
         "_transport",
@@ -111,6 +99,7 @@ class Connection(asyncio.Protocol):
         self._informational = False
         self._keep_alive = False
         self._error: UpstreamError | None = None
+        self._on_news: Callable[[], None] | None = None
         self._sink: Sink | None = None
         self._waiter: asyncio.Future[None] | None = None
 
@@ -144,6 +133,30 @@ class Connection(asyncio.Protocol):
     def take_whole(self) -> bytes | None:
         """All that is left of the body where the rest of it has arrived already, else None."""
         return self._take() if self.phase is Phase.WHOLE and self._body and self._error is None else None
+
+    def watch(self, on_news: Callable[[], None]) -> None:
+        """Call back once, when the answer is whole, is too large to be kept, or will never be (`error` says why)."""
+        assert self._on_news is None
+        self._on_news = on_news
+
+    def unwatch(self) -> None:
+        self._on_news = None
+
+    def whole(self) -> bytes | None:
+        """The whole body, which stays here until it is taken; None where there is none (yet)."""
+        if self.phase is not Phase.WHOLE:
+            return None
+        if len(self._body) != 1:
+            self._body = [b"".join(self._body)]
+        return self._body[0]
+
+    def take(self) -> bytes:
+        """All that has arrived."""
+        return self._take()
+
+    @property
+    def error(self) -> UpstreamError | None:
+        return self._error
 
     def pipe(self, sink: Sink) -> None:
         """Give what has arrived, and all that will, to `sink`."""
@@ -193,7 +206,7 @@ class Connection(asyncio.Protocol):
 
     def close(self) -> None:
         """Drop the connection with whatever is on its way, which tells the replica to stop."""
-        self._sink = None
+        self._sink = self._on_news = None
         if self.phase is not Phase.CLOSED:
             self._transport.abort()
 
@@ -255,15 +268,24 @@ class Connection(asyncio.Protocol):
             if self.phase is not Phase.BODY and self._sink is not None:
                 self._end_pipe()
             return
-        if self._num_body_bytes > MAX_BUFFERED_BYTES:
+        is_much = self._num_body_bytes > MAX_BUFFERED_BYTES
+        if is_much:
             self.pause()
-        if self.phase is not Phase.HEAD:
+        if self._on_news is not None:
+            if is_much or self.phase is Phase.WHOLE:
+                self._tell()
+        elif self.phase is not Phase.HEAD:
             self._wake()
 
     def _end_pipe(self) -> None:
         sink, self._sink = self._sink, None
         assert sink is not None
         sink.on_end(self._error)
+
+    def _tell(self) -> None:
+        on_news, self._on_news = self._on_news, None
+        if on_news is not None:
+            on_news()
 
     def _wake(self) -> None:
         if self._waiter is not None and not self._waiter.done():
@@ -272,16 +294,17 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         phase, self.phase = self.phase, Phase.CLOSED
         if phase is Phase.HEAD:
-            self._error = self._error or _broken(f"the replica closed the connection before answering{_why(exc)}")
+            self._error = self._error or broken(f"the replica closed the connection before answering{why(exc)}")
         elif phase is Phase.BODY and not (self._close_delimited and exc is None):
-            self._error = self._error or _broken(f"the replica broke off its answer{_why(exc)}")
+            self._error = self._error or broken(f"the replica broke off its answer{why(exc)}")
         self._on_closed(self)
         if self._sink is not None:
             self._end_pipe()
+        self._tell()
         self._wake()
 
     def _fail(self, why: str) -> None:
-        self._error = self._error or _broken(why)
+        self._error = self._error or broken(why)
         self._transport.abort()
 
     # What the parser says
@@ -324,20 +347,6 @@ class Connection(asyncio.Protocol):
         if self.phase is Phase.IDLE:
             assert not self._body
             assert self._sink is None
+            assert self._on_news is None
             assert self._waiter is None
             assert not self.headers
-
-
-def _broken(message: str) -> UpstreamError:
-    return UpstreamError(UpstreamFailure.BROKEN, message)
-
-
-def _why(error: BaseException | None) -> str:
-    return f" ({reason_of(error)})" if error is not None else ""
-
-
-def reason_of(error: BaseException) -> str:
-    """The system's own word for it where there is one; asyncio's texts repeat the address."""
-    if isinstance(error, OSError) and error.errno and not isinstance(error, socket.gaierror):
-        return os.strerror(error.errno).lower()
-    return str(error) or type(error).__name__

@@ -10,7 +10,7 @@ from __future__ import annotations
 import asyncio
 import hashlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -121,19 +121,19 @@ class PrefixService:
         packed: dict[str, bytes | None] = {}
         for tokenizer in {space.tokenizer for space in wanted if space.tokenizer}:
             packed[tokenizer] = await self._packed_ids(tokenizer, source)
-        kind, text = canonical_prompt(source) if any(not space.tokenizer for space in wanted) else ("", None)
-        result: dict[KeySpace, PrefixChain] = {}
+        return _cut(source, wanted, packed)
+
+    def chains_now(self, source: PromptSource, spaces: Iterable[KeySpace]) -> dict[KeySpace, PrefixChain] | None:
+        """The same without waiting; None where a prompt is so long that its ids take a thread."""
+        wanted = [self._spaces[key_space] for key_space in spaces if key_space in self._spaces]
+        packed: dict[str, bytes | None] = {}
         for space in wanted:
-            data = packed[space.tokenizer] if space.tokenizer else text
-            if data is None:
-                continue
-            if space.tokenizer:
-                root = space.root(source.adapter, source.salt)
-                result[space.key_space] = token_chain(root, data, space.block_tokens)
-            else:
-                root = text_root(kind, space.model, source.adapter, source.salt)
-                result[space.key_space] = text_chain(root, data, space.block_tokens)
-        return result
+            tokenizer = space.tokenizer
+            if tokenizer and tokenizer not in packed:
+                packed[tokenizer] = ids = self._packed_now(tokenizer, source)
+                if ids is None:
+                    return None
+        return _cut(source, wanted, packed)
 
     def stats(self) -> PrefixStats:
         loaded = [future.result() for future in self._vocabularies.values() if future.done() and not future.exception()]
@@ -168,6 +168,18 @@ class PrefixService:
             raise
         return future
 
+    def _packed_now(self, digest: str, source: PromptSource) -> bytes | None:
+        """None where that can't be told without waiting, or without saying why not."""
+        future = self._vocabularies.get(digest)
+        if source.own_template or future is None or not future.done():
+            return None
+        try:
+            ids = future.result().packed_now(source)
+        except Exception:
+            return None
+        self._num_prompts += ids is not None
+        return ids
+
     async def _packed_ids(self, digest: str, source: PromptSource) -> bytes | None:
         if source.own_template:
             return None
@@ -192,6 +204,25 @@ class PrefixService:
         for digest in [digest for digest, future in self._vocabularies.items() if future.done()]:
             if digest not in tokenizers:
                 del self._vocabularies[digest]
+
+
+def _cut(
+    source: PromptSource, wanted: Sequence[Space], packed: Mapping[str, bytes | None]
+) -> dict[KeySpace, PrefixChain]:
+    """Chains in the `wanted` spaces; `packed` has the prompt's ids by tokenizer, None where it can't be rendered."""
+    kind, text = canonical_prompt(source) if any(not space.tokenizer for space in wanted) else ("", None)
+    result: dict[KeySpace, PrefixChain] = {}
+    for space in wanted:
+        data = packed[space.tokenizer] if space.tokenizer else text
+        if data is None:
+            continue
+        if space.tokenizer:
+            root = space.root(source.adapter, source.salt)
+            result[space.key_space] = token_chain(root, data, space.block_tokens)
+        else:
+            root = text_root(kind, space.model, source.adapter, source.salt)
+            result[space.key_space] = text_chain(root, data, space.block_tokens)
+    return result
 
 
 def bundle_digest(bundle: TokenizerBundle) -> str:

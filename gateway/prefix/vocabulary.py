@@ -46,32 +46,53 @@ class Vocabulary:
         prompt = source.first_prompt()
         if source.messages is None and not isinstance(prompt, str):
             return _given_ids(prompt)
-        add_special_tokens = source.add_special_tokens
-        if add_special_tokens is None:
-            add_special_tokens = source.messages is None
-        if add_special_tokens and self._around is None:
+        if _adds_special_tokens(source) and self._around is None:
             return await self._hop(pool, lambda: pack_ids(self.renderer.encode(self._text(source), True)))
-        short = not self._renders_slowly and _num_chars(source) <= INLINE_RENDER_CHARS
+        short = self._is_short(source)
         pieces = self._timed_pieces(source) if short else await self._hop(pool, lambda: self._pieces(source))
-        packed = await self._join(pieces, pool)
-        if add_special_tokens and self._around is not None:
-            return self._around[0] + packed + self._around[1]
-        return packed
-
-    async def _join(self, pieces: list[str], pool: Executor) -> bytes:
-        found = [self.cache.get(piece) for piece in pieces]
-        missing = {piece for piece, packed in zip(pieces, found, strict=True) if packed is None}
-        if not missing:
-            self.num_inline += 1
-            return b"".join(packed for packed in found if packed is not None)
-        if sum(map(len, missing)) <= INLINE_ENCODE_CHARS:
-            self.num_inline += 1
-            fresh = self._encode_all(missing)
-        else:
+        found, missing = self._look_up(pieces)
+        fresh = self._encoded_here(missing)
+        if fresh is None:
             fresh = await self._hop(pool, lambda: self._encode_all(missing))
+        return self._joined(source, pieces, found, fresh)
+
+    def packed_now(self, source: PromptSource) -> bytes | None:
+        """The same where the event loop can do it, else None."""
+        prompt = source.first_prompt()
+        if source.messages is None and not isinstance(prompt, str):
+            return _given_ids(prompt)
+        if (_adds_special_tokens(source) and self._around is None) or not self._is_short(source):
+            return None
+        pieces = self._timed_pieces(source)
+        found, missing = self._look_up(pieces)
+        fresh = self._encoded_here(missing)
+        return None if fresh is None else self._joined(source, pieces, found, fresh)
+
+    def _is_short(self, source: PromptSource) -> bool:
+        return not self._renders_slowly and _num_chars(source) <= INLINE_RENDER_CHARS
+
+    def _look_up(self, pieces: list[str]) -> tuple[list[bytes | None], set[str]]:
+        """The ids of the pieces, as far as they are known, and the pieces of which they aren't."""
+        found = [self.cache.get(piece) for piece in pieces]
+        return found, {piece for piece, packed in zip(pieces, found, strict=True) if packed is None}
+
+    def _encoded_here(self, missing: set[str]) -> dict[str, bytes] | None:
+        """None where they are too long for the event loop."""
+        if sum(map(len, missing)) > INLINE_ENCODE_CHARS:
+            return None
+        self.num_inline += 1
+        return self._encode_all(missing)
+
+    def _joined(
+        self, source: PromptSource, pieces: list[str], found: list[bytes | None], fresh: dict[str, bytes]
+    ) -> bytes:  # fmt: skip
+        """All ids, with what the tokenizer adds before and after, where it does."""
         for piece, packed in fresh.items():
             self.cache.put(piece, packed)
-        return b"".join(fresh[piece] if old is None else old for piece, old in zip(pieces, found, strict=True))
+        ids = b"".join(fresh[piece] if old is None else old for piece, old in zip(pieces, found, strict=True))
+        if self._around is None or not _adds_special_tokens(source):
+            return ids
+        return self._around[0] + ids + self._around[1]
 
     async def _hop(self, pool: Executor, work: Callable[[], T]) -> T:
         self.num_threaded += 1
@@ -103,6 +124,11 @@ class Vocabulary:
 
     def _encode_all(self, pieces: set[str]) -> dict[str, bytes]:
         return {piece: encode_piece(self.renderer, piece) for piece in pieces}
+
+
+def _adds_special_tokens(source: PromptSource) -> bool:
+    told = source.add_special_tokens
+    return source.messages is None if told is None else told
 
 
 def _given_ids(prompt: object) -> bytes:

@@ -15,7 +15,7 @@ import itertools
 import logging
 import secrets
 import time
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -128,16 +128,13 @@ class Tenancy:
     def identify(self, scope: Scope, record: RequestRecord | None = None) -> Identity | None:
         """Who sends this, noted in `record`; None where no keys are configured. Raises ApiError(401), or 503 while keys
         can't be known."""
+        return None if self._watcher is None else self.identify_key(given_key(scope["headers"]), record)
+
+    def identify_key(self, given: bytes | None, record: RequestRecord | None) -> Identity | None:
+        """The same for a key that was read from the headers, None where they have none."""
         watcher = self._watcher
         if watcher is None:
             return None
-        given = None
-        for name, value in scope["headers"]:
-            if name == b"authorization":
-                given = value[7:].strip() if value[:7].lower() == _BEARER else b""
-                break
-            if name == b"x-api-key":
-                given = value
         if given is None:
             self.figures.strangers["missing"] += 1
             raise no_key()
@@ -156,36 +153,52 @@ class Tenancy:
 
         Raises ApiError(429). A cancelled wait leaves nothing reserved.
         """
+        if self.shared is None or not identity.accounts:
+            return self.admit_here(identity, parsed, record, headers)
+        visit, wanted = self._visit(identity, parsed)
+        denied = await self._decide(self.shared, visit, identity.accounts, wanted)
+        return self._judged(visit, denied, record, headers)
+
+    def admit_here(self, identity: Identity, parsed: ParsedRequest, record: RequestRecord, headers: Headers) -> Visit:
+        """The same where no other gateway shares the limits."""
+        visit, wanted = self._visit(identity, parsed)
+        denied = None
+        if accounts := identity.accounts:
+            denied = self.ledger.admit(visit.request_id, accounts, wanted, time.monotonic(), time.time(), 1)
+        return self._judged(visit, denied, record, headers)
+
+    def _visit(self, identity: Identity, parsed: ParsedRequest) -> tuple[Visit, int]:
+        """A visit, and the tokens that are to be reserved for it."""
         is_free = parsed.endpoint in _FREE
         prompt, output = (0, 0) if is_free else estimate(parsed)
         cost = prompt + OUTPUT_WEIGHT * min(output, EXPECTED_OUTPUT_TOKENS)
         claim = Claim(identity.tenant, identity.weight, parsed.model or "", cost)
-        visit = Visit(identity, f"{next(self._ids):x}", claim, is_free, self)
-        if accounts := identity.accounts:
-            denied = await self._decide(visit, accounts, prompt + output)
-            headers += rate_headers(accounts)
-            if denied is not None:
-                record.admission = f"denied: {denied.limit}"
-                self.figures.denied(identity.tenant, denied.limit)
-                raise refusal(denied)
+        return Visit(identity, f"{next(self._ids):x}", claim, is_free, self), prompt + output
+
+    def _judged(self, visit: Visit, denied: Denied | None, record: RequestRecord, headers: Headers) -> Visit:
+        identity = visit.identity
+        if identity.accounts:
+            headers += rate_headers(identity.accounts)
+        if denied is not None:
+            record.admission = f"denied: {denied.limit}"
+            self.figures.denied(identity.tenant, denied.limit)
+            raise refusal(denied)
         record.admission = "admitted"
         return visit
 
-    async def _decide(self, visit: Visit, accounts: Sequence[Account], wanted: int) -> Denied | None:
-        shared = self.shared
-        share = 1
-        if shared is not None:
-            share = shared.num_gateways
-            try:
-                denied = await shared.admit(accounts, wanted)
-            except LinkDown:
-                self.figures.num_local += 1
-            else:
-                visit.is_shared = True
-                if denied is None:
-                    self.ledger.hold(visit.request_id, accounts, wanted)
-                return denied
-        return self.ledger.admit(visit.request_id, accounts, wanted, time.monotonic(), time.time(), share)
+    async def _decide(
+        self, shared: SharedLimits, visit: Visit, accounts: Sequence[Account], wanted: int
+    ) -> Denied | None:  # fmt: skip
+        try:
+            denied = await shared.admit(accounts, wanted)
+        except LinkDown:
+            self.figures.num_local += 1
+            now, wall = time.monotonic(), time.time()
+            return self.ledger.admit(visit.request_id, accounts, wanted, now, wall, shared.num_gateways)
+        visit.is_shared = True
+        if denied is None:
+            self.ledger.hold(visit.request_id, accounts, wanted)
+        return denied
 
     def settle(self, visit: Visit) -> None:
         """`visit.used` in place of what was reserved."""
@@ -198,6 +211,17 @@ class Tenancy:
 
     def check_invariants(self) -> None:
         self.ledger.check_invariants()
+
+
+def given_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
+    """The key that a client sent; None where it sent none."""
+    given = None
+    for name, value in headers:
+        if name == b"authorization":
+            return value[7:].strip() if value[:7].lower() == _BEARER else b""
+        if name == b"x-api-key":
+            given = value
+    return given
 
 
 def estimate(parsed: ParsedRequest) -> tuple[int, int]:

@@ -1,0 +1,36 @@
+"""What goes wrong between the gateway and a replica, by kind and in the system's own words."""
+
+from __future__ import annotations
+
+import os
+import socket
+from enum import StrEnum
+
+
+class UpstreamFailure(StrEnum):
+    """CONNECT: nothing was sent. BROKEN: the connection ended before the response did. TIMEOUT: no answer in time."""
+
+    CONNECT = "connect"
+    BROKEN = "broken"
+    TIMEOUT = "timeout"
+
+
+class UpstreamError(Exception):
+    def __init__(self, kind: UpstreamFailure, message: str) -> None:
+        super().__init__(message)
+        self.kind = kind
+
+
+def broken(message: str) -> UpstreamError:
+    return UpstreamError(UpstreamFailure.BROKEN, message)
+
+
+def why(error: BaseException | None) -> str:
+    return f" ({reason_of(error)})" if error is not None else ""
+
+
+def reason_of(error: BaseException) -> str:
+    """The system's own word for it where there is one; asyncio's texts repeat the address."""
+    if isinstance(error, OSError) and error.errno and not isinstance(error, socket.gaierror):
+        return os.strerror(error.errno).lower()
+    return str(error) or type(error).__name__
