@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from engine_worker.contract.errors import ApiError
 from gateway.admission import ANYONE, Claim
 from gateway.answer import Answer, Headers, Watch
+from gateway.answer_head import RawHeaders
 from gateway.guard import Guard, Interrupt
 from gateway.observe.record import EndState, RequestRecord
 from gateway.openai.parse import ParsedRequest
@@ -16,7 +17,7 @@ from gateway.openai.sse import StreamScanner
 from gateway.replicas.registry import Replica
 from gateway.router import Lease
 from gateway.tenancy.service import Visit
-from gateway.upstream import RawHeaders, UpstreamError, UpstreamFailure, request_headers
+from gateway.upstream import UpstreamError, UpstreamFailure, request_headers
 from policies.events import FailureKind
 
 if TYPE_CHECKING:

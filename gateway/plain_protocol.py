@@ -2,6 +2,7 @@
 
 Such a request is offered there when its body is whole. One whose body comes in pieces goes the general way, which has
 bounds and times for that; only where the head came alone, as most clients send it, the body is waited for a moment.
+A head that came before on the same connection is not parsed again (known_head.py).
 """
 
 from __future__ import annotations
@@ -11,9 +12,10 @@ from typing import TYPE_CHECKING, Any
 
 from gateway.heads import Head, plain_head
 from gateway.http_protocol import GatewayProtocol
+from gateway.known_head import HeadMemory
 
 if TYPE_CHECKING:
-    from gateway.straight import Run
+    from gateway.straight_run import Run
 
 BODY_WAIT_S = 1.0
 
@@ -23,7 +25,78 @@ class PlainProtocol(GatewayProtocol):
 
     _plain: Head | None = None  # of a request whose body is on its way
     _parts: list[bytes] = []  # noqa: RUF012  # each request has its own
+    _held = b""  # a known head whose body is on its way, and that the parser has not seen
+    _parsed: Head | None = None  # the last one of a read
     _body_timer: asyncio.TimerHandle | None = None
+
+    def __init__(self, *arguments: Any, **options: Any) -> None:
+        super().__init__(*arguments, **options)
+        self._memory: HeadMemory[Head] = HeadMemory()
+
+    # What the socket says
+
+    def data_received(self, data: bytes) -> None:
+        memory = self._memory
+        if self._held:
+            if len(data) == memory.length and (straight := getattr(self.app, "straight", None)) is not None:
+                self._held = b""
+                self._stop_waiting()
+                straight.begin(self, memory.facts, data)
+                return
+            self._unhold()
+        elif self._is_between_requests():
+            begin = memory.recall(data)
+            if begin and self._took_known(data, begin):
+                return
+            self._parsed = None
+            self._parse(data)
+            head = self._parsed
+            if head is not None and self._plain is None:
+                memory.learn(data, len(head.headers), head.length, head)
+            return
+        self._parse(data)
+
+    def _parse(self, data: bytes) -> None:
+        super().data_received(data)
+        if self._plain is not None:
+            if self._parts:
+                self._go_general_way()
+            elif self._body_timer is None:
+                self._body_timer = self.loop.call_later(BODY_WAIT_S, self._go_general_way)
+
+    def _is_between_requests(self) -> bool:
+        cycle = self.cycle
+        return (
+            (cycle is None or (cycle.response_complete and not cycle.more_body))
+            and self._plain is None
+            and not self._in_head
+            and self._linger_timer is None
+        )
+
+    def _took_known(self, data: bytes, begin: int) -> bool:
+        """A known head, behind which the body begins in `data`. False where the parser is needed nevertheless."""
+        memory, straight = self._memory, getattr(self.app, "straight", None)
+        if straight is None or not 0 < memory.length <= straight.max_body_bytes:
+            return False
+        size = len(data) - begin
+        if size == memory.length:
+            self._active_at = self.loop.time()
+            straight.begin(self, memory.facts, data[begin:])
+        elif size == 0:
+            self._active_at = self.loop.time()
+            self._held = data
+            self._body_timer = self.loop.call_later(BODY_WAIT_S, self._go_general_way)
+        else:
+            return False
+        return True
+
+    def connection_lost(self, exc: Exception | None) -> None:
+        self._go_general_way()  # there it is noted that its client left
+        super().connection_lost(exc)
+
+    def shutdown(self) -> None:
+        self._go_general_way()
+        super().shutdown()
 
     # What the parser says
 
@@ -44,7 +117,7 @@ class PlainProtocol(GatewayProtocol):
             super().on_headers_complete()
             return
         self._in_head = False
-        self._plain = head
+        self._plain = self._parsed = head
         self._parts = []
 
     def on_body(self, body: bytes) -> None:
@@ -59,42 +132,35 @@ class PlainProtocol(GatewayProtocol):
             self._go_general_way()
             super().on_message_complete()
             return
-        self._forget_plain()
+        self._plain = None
+        self._stop_waiting()
         parts = self._parts
         straight.begin(self, head, parts[0] if len(parts) == 1 else b"".join(parts))
 
-    # What the socket says
+    # Waiting for a body
 
-    def data_received(self, data: bytes) -> None:
-        super().data_received(data)
-        if self._plain is not None:
-            if self._parts:
-                self._go_general_way()
-            elif self._body_timer is None:
-                self._body_timer = self.loop.call_later(BODY_WAIT_S, self._go_general_way)
-
-    def connection_lost(self, exc: Exception | None) -> None:
-        self._go_general_way()  # there it is noted that its client left
-        super().connection_lost(exc)
-
-    def shutdown(self) -> None:
-        self._go_general_way()
-        super().shutdown()
+    def _unhold(self) -> None:
+        """Let the parser see what it has not seen."""
+        held, self._held = self._held, b""
+        self._stop_waiting()
+        super().data_received(held)
 
     def _go_general_way(self) -> None:
         """Wait no more for the body that is on its way, if one is."""
+        if self._held:
+            self._unhold()
         head = self._plain
         if head is None:
             return
-        self._forget_plain()
+        self._plain = None
+        self._stop_waiting()
         cycle = self.cycle = self._new_cycle("POST", head.url, head.headers, "1.1", head.keep_alive)
         cycle.body += b"".join(self._parts)
         if cycle.body:
             cycle.message_event.set()
         self._start_asgi_task(cycle, self.app)
 
-    def _forget_plain(self) -> None:
-        self._plain = None
+    def _stop_waiting(self) -> None:
         if self._body_timer is not None:
             self._body_timer.cancel()
             self._body_timer = None

@@ -14,16 +14,15 @@ from __future__ import annotations
 import asyncio
 import ssl
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from urllib.parse import quote, urlsplit
 
-from gateway.upstream_connection import Connection, Sink
-from gateway.upstream_errors import UpstreamError, UpstreamFailure
+from gateway.answer_head import RawHeaders, cached_tokens_in, returned
+from gateway.upstream_connection import Connection
 from gateway.upstream_pool import Pool
+from gateway.upstream_types import Sink, UpstreamError, UpstreamFailure
 
 __all__ = ["Sink", "Target", "Upstream", "UpstreamError", "UpstreamFailure", "UpstreamResponse", "request_headers"]
-
-RawHeaders = Iterable[tuple[bytes, bytes]]
 
 # What an engine may want to see of a client's request. Everything else stays here: hop-by-hop headers, cookies,
 # forwarding headers, the client's own key, and x-warmgate-* that a client might forge.
@@ -31,11 +30,6 @@ _FORWARDED = frozenset(
     {b"content-type", b"accept", b"traceparent", b"tracestate", b"openai-organization"}
     | {b"openai-project", b"openai-beta"}
 )
-_NOT_RETURNED = frozenset(
-    {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-connection", b"te", b"trailer", b"transfer-encoding"}
-    | {b"upgrade", b"content-length", b"date", b"server", b"set-cookie", b"x-request-id", b"alt-svc"}
-)
-CACHED_TOKENS_HEADER = b"x-warmgate-cached-tokens"
 
 
 class Target:
@@ -225,17 +219,6 @@ async def _exchange(pool: Pool, connection: Connection, head: bytes, body: bytes
         connection.close()
         raise
     return UpstreamResponse(connection, pool)
-
-
-def returned(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
-    """What goes back to the client of a replica's headers: lower case, none hop-by-hop, none of the gateway's own."""
-    return [pair for pair in headers if pair[0] not in _NOT_RETURNED and not pair[0].startswith(b"x-warmgate-")]
-
-
-def cached_tokens_in(headers: RawHeaders) -> int | None:
-    """What a replica's headers say that it reused."""
-    value = next((value for name, value in headers if name == CACHED_TOKENS_HEADER), b"")
-    return int(value) if value.isdigit() else None
 
 
 def request_headers(client_headers: RawHeaders, request_id: str, api_key: str | None) -> bytes:

@@ -15,36 +15,16 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
-from enum import IntEnum
-from typing import Protocol
 
 import httptools
 
-from gateway.upstream_errors import UpstreamError, broken, why
+from gateway.answer_head import AnswerHead
+from gateway.known_head import HeadMemory
+from gateway.upstream_types import Phase, Sink, UpstreamError, broken, why
 
 MAX_SILENT_BYTES = 256 * 1024  # of head, chunk extensions or trailers at a time
 SOCKET_BUFFER_BYTES = 128 * 1024  # of the kernel, for each direction of a stream (Linux takes twice that)
 MAX_BUFFERED_BYTES = 256 * 1024
-
-
-class Sink(Protocol):
-    """Takes a body as it arrives, from the connection's own callback."""
-
-    def on_data(self, data: bytes) -> None:
-        """Never empty."""
-        ...
-
-    def on_end(self, error: UpstreamError | None) -> None:
-        """Once: the body is whole, or `error` says why it never will be."""
-        ...
-
-
-class Phase(IntEnum):
-    IDLE = 0
-    HEAD = 1
-    BODY = 2
-    WHOLE = 3
-    CLOSED = 4
 
 
 class Connection(asyncio.Protocol):
@@ -56,27 +36,10 @@ class Connection(asyncio.Protocol):
     """
 
     __slots__ = (
-        "_body",
-        "_close_delimited",
-        "_error",
-        "_informational",
-        "_is_paused",
-        "_keep_alive",
-        "_num_body_bytes",
-        "_num_silent_bytes",
-        "_on_closed",
-        "_on_news",
-        "_parser",
-        "_sink",
-        "_transport",
-        "_waiter",
-        "answered",
-        "headers",
-        "idle_since",
-        "num_served",
-        "phase",
-        "status",
-    )
+        "_body", "_close_delimited", "_error", "_facts", "_informational", "_is_paused", "_keep_alive", "_memory",
+        "_num_body_bytes", "_num_silent_bytes", "_on_closed", "_on_news", "_parser", "_sink", "_transport",
+        "_waiter", "answered", "headers", "idle_since", "num_served", "phase", "status",
+    )  # fmt: skip
 
     def __init__(self, on_closed: Callable[[Connection], None]) -> None:
         self._on_closed = on_closed
@@ -86,6 +49,7 @@ class Connection(asyncio.Protocol):
         self.num_served = 0
         self.idle_since = 0.0
         self._is_paused = False
+        self._memory: HeadMemory[AnswerHead] = HeadMemory()
         self._reset()
 
     def _reset(self) -> None:
@@ -93,6 +57,7 @@ class Connection(asyncio.Protocol):
         self.headers: list[tuple[bytes, bytes]] = []
         self.answered = False
         self._body: list[bytes] = []
+        self._facts: AnswerHead | None = None
         self._num_body_bytes = 0
         self._num_silent_bytes = 0
         self._close_delimited = False
@@ -153,6 +118,12 @@ class Connection(asyncio.Protocol):
     def take(self) -> bytes:
         """All that has arrived."""
         return self._take()
+
+    def answer_head(self) -> AnswerHead:
+        """The head of the current answer, which must have come."""
+        if self._facts is None:
+            self._facts = AnswerHead(self.status, self.headers, self._keep_alive)
+        return self._facts
 
     @property
     def error(self) -> UpstreamError | None:
@@ -243,7 +214,10 @@ class Connection(asyncio.Protocol):
         if self.phase is Phase.IDLE or self.phase is Phase.WHOLE:
             self._transport.abort()  # words that nobody asked for: nothing on this connection can be trusted any more
             return
-        self.answered = True
+        if not self.answered and self._is_known(data):
+            self._deliver()
+            return
+        is_first, self.answered = not self.answered, True
         num_before = self._num_body_bytes
         try:
             self._parser.feed_data(data)
@@ -257,7 +231,28 @@ class Connection(asyncio.Protocol):
                 return
         else:
             self._num_silent_bytes = 0
+        if is_first:
+            self._learn(data)
         self._deliver()
+
+    def _learn(self, data: bytes) -> None:
+        if self.phase is Phase.WHOLE:
+            self._memory.learn(data, len(self.headers), self._num_body_bytes, self.answer_head())
+
+    def _is_known(self, data: bytes) -> bool:
+        """Whether this is a whole answer with the head that the last ones had; then it has been taken in."""
+        memory = self._memory
+        begin = memory.recall(data)
+        if not begin or len(data) - begin != memory.length:
+            return False
+        assert memory.facts is not None
+        self.answered = True
+        self._facts = facts = memory.facts
+        self.status, self.headers, self._keep_alive = facts.status, facts.headers, facts.keep_alive
+        self._body.append(data[begin:])
+        self._num_body_bytes = memory.length
+        self.phase = Phase.WHOLE
+        return True
 
     def _deliver(self) -> None:
         """Pass on what one read brought."""

@@ -8,8 +8,8 @@ import time
 from collections import deque
 from dataclasses import dataclass, field
 
-from gateway.upstream_connection import Connection, Phase
-from gateway.upstream_errors import UpstreamError, UpstreamFailure, reason_of
+from gateway.upstream_connection import Connection
+from gateway.upstream_types import Phase, UpstreamError, UpstreamFailure, reason_of
 
 # Under the 5 seconds after which uvicorn, and so most engines, close an idle connection.
 _KEEP_ALIVE_S = 4.0

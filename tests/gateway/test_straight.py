@@ -266,7 +266,10 @@ async def test_a_client_that_leaves_cancels_its_request_upstream():
 @pytest.mark.parametrize("how", ["deadline", "patience"])
 async def test_time_runs_out_on_it(how):
     replica = Replica()
-    async with warmed(replica, request_s=0.2 if how == "deadline" else 60.0) as (running, ways), line(running) as client:
+    async with (
+        warmed(replica, request_s=0.2 if how == "deadline" else 60.0) as (running, ways),
+        line(running) as client,
+    ):
         replica.play(fault="stall")
         patience = b"x-stainless-read-timeout: 0.2\r\n" if how == "patience" else b""
         status, headers, body = await client.ask(request(extra=patience))
@@ -326,6 +329,7 @@ async def test_a_large_answer_is_relayed_by_the_general_way():
 
 async def test_a_bug_of_ours_is_a_500_and_holds_nothing(monkeypatch, caplog):
     async with warmed(Replica()) as (running, _ways), line(running) as client:
+
         def broken(*_):
             raise RuntimeError("a bug")
 

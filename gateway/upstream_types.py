@@ -1,10 +1,11 @@
-"""What goes wrong between the gateway and a replica, by kind and in the system's own words."""
+"""Between the gateway and a replica: an exchange's phases, who takes its body, what goes wrong and in which words."""
 
 from __future__ import annotations
 
 import os
 import socket
-from enum import StrEnum
+from enum import IntEnum, StrEnum
+from typing import Protocol
 
 
 class UpstreamFailure(StrEnum):
@@ -19,6 +20,26 @@ class UpstreamError(Exception):
     def __init__(self, kind: UpstreamFailure, message: str) -> None:
         super().__init__(message)
         self.kind = kind
+
+
+class Sink(Protocol):
+    """Takes a body as it arrives, from the connection's own callback."""
+
+    def on_data(self, data: bytes) -> None:
+        """Never empty."""
+        ...
+
+    def on_end(self, error: UpstreamError | None) -> None:
+        """Once: the body is whole, or `error` says why it never will be."""
+        ...
+
+
+class Phase(IntEnum):
+    IDLE = 0
+    HEAD = 1
+    BODY = 2
+    WHOLE = 3
+    CLOSED = 4
 
 
 def broken(message: str) -> UpstreamError:
