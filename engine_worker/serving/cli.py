@@ -167,11 +167,12 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
 
 
 def served_models(model: str, names: list[str] | None) -> tuple[str, ...]:
-    """Names that requests may use, the canonical one first."""
+    """Names that requests may use. The first is the one that metrics and model cards show: as in vLLM, what the model
+    was called at the start."""
     if names:
         return tuple(dict.fromkeys(names))
     if model == "demo":
-        return (DEMO_NAME, "demo")
+        return ("demo", DEMO_NAME)
     if model.lower().endswith(".gguf"):
         return (PurePath(model).stem,)
     if os.path.isdir(model):

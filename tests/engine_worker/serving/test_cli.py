@@ -60,7 +60,7 @@ def test_bad_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str])
 
 
 def test_names_in_the_api(tmp_path: object) -> None:
-    assert served_models("demo", None) == ("smollm2-135m-instruct", "demo")
+    assert served_models("demo", None) == ("demo", "smollm2-135m-instruct")
     assert served_models("demo", ["a", "b", "a"]) == ("a", "b")
     assert served_models("org/model", None) == ("org/model",)
     assert served_models("/models/tiny.Q8_0.gguf", None) == ("tiny.Q8_0",)
