@@ -27,20 +27,8 @@ from typing import Any
 
 import aiohttp
 
-_CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 1024,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "torch_dtype": "float32",
-}
+from loadtest.tiny_llama import write_tiny_llama
+
 _MODEL = "soak"
 _TEXT = "amber basil cedar delta ember fable grove heron inlet jasper kettle larch maple nettle opal pebble"
 _WORDS = _TEXT.split()
@@ -261,15 +249,14 @@ async def _check_end(
 async def with_worker(num_requests: int, concurrency: int, seed: int, *options: str) -> Tally:
     """The same against a worker of our own. Raises RuntimeError where it does not start."""
     with tempfile.TemporaryDirectory(prefix="warmgate-soak-") as folder:
-        model = Path(folder) / _MODEL
-        model.mkdir()
-        (model / "config.json").write_text(json.dumps(_CONFIG))
+        model = write_tiny_llama(Path(folder) / _MODEL)
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
         process = await asyncio.create_subprocess_exec(
             sys.executable, "-m", "engine_worker", "--model", str(model), "--load-format", "dummy", "--port", str(port),
-            "--kv-cache-memory", "256KiB", "--max-num-batched-tokens", "64", "--threads", "1",
+            "--kv-cache-memory", "256KiB", "--max-model-len", "1024",
+            "--max-num-batched-tokens", "64", "--threads", "1",
             "--speculative", "ngram", "--ngram-min", "1", "--always-speculate", *options,
         )  # fmt: skip
         try:

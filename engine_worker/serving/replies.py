@@ -13,7 +13,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from functools import cached_property
+from typing import Any, ClassVar, Protocol
 
 import msgspec
 
@@ -102,8 +103,11 @@ class _Envelope:
         }
 
 
-class ChatReply:
-    """With `tools`, calls are found in the text."""
+class _Answer:
+    """What the two shapes share: who answers whom, and what was asked for beside the text."""
+
+    whole_object: ClassVar[str]
+    chunk_object: ClassVar[str]
 
     def __init__(
         self,
@@ -116,16 +120,34 @@ class ChatReply:
         num_prompt_logprobs: int | None = None,
         tools: ToolUse | None = None,
     ) -> None:
-        self._whole = _Envelope(id, "chat.completion", created, model)
-        self._chunk = _Envelope(id, "chat.completion.chunk", created, model)
+        self._whole = _Envelope(id, self.whole_object, created, model)
+        self._chunk = _Envelope(id, self.chunk_object, created, model)
         self._tokens = tokens
         self._num_logprobs = num_logprobs
         self._num_prompt_logprobs = num_prompt_logprobs
         self._more: Json = {"usage": None} if include_usage else {}
         self._include_usage = include_usage
         self._tools = tools
-        self._calls: dict[int, ChoiceCalls] = {}  # choice -> the calls in it, with tools
-        self._held: dict[int, tuple[PlacedToken, ...]] = {}  # choice -> tokens whose text is held back there
+
+    def closing(self, usage: Usage) -> list[bytes]:
+        return [encode(self._chunk.json([], usage=usage.json()))] if self._include_usage else []
+
+
+class ChatReply(_Answer):
+    """With `tools`, calls are found in the text."""
+
+    whole_object = "chat.completion"
+    chunk_object = "chat.completion.chunk"
+
+    @cached_property
+    def _calls(self) -> dict[int, ChoiceCalls]:
+        """With tools: choice -> the calls in it."""
+        return {}
+
+    @cached_property
+    def _held(self) -> dict[int, tuple[PlacedToken, ...]]:
+        """With tools: choice -> tokens whose text is held back there."""
+        return {}
 
     def whole(self, pieces: list[Piece], usage: Usage, prompt_scores: Sequence[Sequence[SampledToken]] = ()) -> bytes:
         more: Json = {}
@@ -185,9 +207,6 @@ class ChatReply:
         if not calls.push(piece.text, is_end=False) and tokens:
             self._held[index] = tokens
 
-    def closing(self, usage: Usage) -> list[bytes]:
-        return [encode(self._chunk.json([], usage=usage.json()))] if self._include_usage else []
-
     def _delta(
         self,
         index: int,
@@ -223,25 +242,10 @@ class ChatReply:
         }
 
 
-class CompletionReply:
-    def __init__(
-        self,
-        id: str,
-        created: int,
-        model: str,
-        tokens: TokenText,
-        num_logprobs: int | None,
-        include_usage: bool,
-        num_prompt_logprobs: int | None = None,
-        tools: ToolUse | None = None,
-    ) -> None:
-        assert tools is None, "plain completions have no tools"
-        self._envelope = _Envelope(id, "text_completion", created, model)
-        self._tokens = tokens
-        self._num_logprobs = num_logprobs
-        self._num_prompt_logprobs = num_prompt_logprobs
-        self._more: Json = {"usage": None} if include_usage else {}
-        self._include_usage = include_usage
+class CompletionReply(_Answer):
+    """Plain completions have no tools."""
+
+    whole_object = chunk_object = "text_completion"
 
     def whole(self, pieces: list[Piece], usage: Usage, prompt_scores: Sequence[Sequence[SampledToken]] = ()) -> bytes:
         choices = [self._choice(index, piece) for index, piece in enumerate(pieces)]
@@ -250,19 +254,16 @@ class CompletionReply:
             for index, choice in enumerate(choices):
                 scores = prompt_scores[index // n]
                 choice["prompt_logprobs"] = prompt_logprobs(scores, self._num_prompt_logprobs, self._tokens)
-        return encode(self._envelope.json(choices, usage=usage.json()))
+        return encode(self._whole.json(choices, usage=usage.json()))
 
     def opening(self, index: int, has_text: bool) -> list[bytes]:
         return [] if has_text else self.chunks(index, Piece())
 
     def chunks(self, index: int, piece: Piece) -> list[bytes]:
-        return [encode(self._envelope.json([self._choice(index, piece)], **self._more))]
+        return [encode(self._chunk.json([self._choice(index, piece)], **self._more))]
 
     def skip(self, index: int, piece: Piece) -> None:
         pass
-
-    def closing(self, usage: Usage) -> list[bytes]:
-        return [encode(self._envelope.json([], usage=usage.json()))] if self._include_usage else []
 
     def _choice(self, index: int, piece: Piece) -> Json:
         ended = {} if piece.finish_reason is None else {"stop_reason": piece.stop_reason}

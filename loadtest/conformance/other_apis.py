@@ -57,15 +57,12 @@ def _(t: Target) -> None:
     same(done, [text], "the text of the deltas and that of the end")
 
 
+_FLIP = {"type": "object", "properties": {"x": {"type": "boolean"}}, "required": ["x"], "additionalProperties": False}
+
+
 @check("surface", "Responses: a function call")
 def _(t: Target) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"x": {"type": "boolean"}},
-        "required": ["x"],
-        "additionalProperties": False,
-    }
-    tools = [{"type": "function", "name": "flip", "parameters": schema, "strict": True}]
+    tools = [{"type": "function", "name": "flip", "parameters": _FLIP, "strict": True}]
     answer = t.ok("/v1/responses", responses(t, tools=tools, tool_choice="required", max_output_tokens=200))
     [call] = [item for item in answer["output"] if item["type"] == "function_call"][:1]
     same(call["name"], "flip", "the name")
@@ -74,13 +71,7 @@ def _(t: Target) -> None:
 
 @check("surface", "Responses: structured text")
 def _(t: Target) -> None:
-    schema = {
-        "type": "object",
-        "properties": {"x": {"type": "boolean"}},
-        "required": ["x"],
-        "additionalProperties": False,
-    }
-    wanted = {"format": {"type": "json_schema", "name": "thing", "schema": schema, "strict": True}}
+    wanted = {"format": {"type": "json_schema", "name": "thing", "schema": _FLIP, "strict": True}}
     answer = t.ok("/v1/responses", responses(t, text=wanted, max_output_tokens=60))
     text = next(item for item in answer["output"] if item["type"] == "message")["content"][0]["text"]
     same(set(json.loads(text)), {"x"}, "the keys")

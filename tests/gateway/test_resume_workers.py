@@ -8,13 +8,12 @@ import json
 import os
 import signal
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
+from loadtest.tiny_llama import write_tiny_llama
 from tests.engine_worker.serving.running_worker import RunningWorker, running_worker
-from tests.engine_worker.serving.test_worker_real import CONFIG
 from tests.gateway.harness import Running, gateway, until
 
 pytestmark = pytest.mark.engine
@@ -26,8 +25,7 @@ EARLY = 10  # tokens that some stream of a worker has when it is killed
 
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RunningWorker]]:
-    folder: Path = tmp_path_factory.mktemp("tiny-llama")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    folder = write_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
     flags = ("--load-format", "dummy", "--kv-cache-memory", "4MiB", "--threads", "1", "--served-model-name", "fake")
     with contextlib.ExitStack() as stack:
         running = [

@@ -9,31 +9,16 @@ from typing import Any
 
 import pytest
 
+from loadtest.tiny_llama import write_tiny_llama
 from tests.engine_worker.serving.marked import check_continuations
 from tests.engine_worker.serving.running_worker import RunningWorker, read_until, running_worker
 
 pytestmark = pytest.mark.engine
 
-CONFIG = {
-    "architectures": ["LlamaForCausalLM"],
-    "model_type": "llama",
-    "vocab_size": 320,
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 2048,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
-    "torch_dtype": "float32",
-}
-
 
 @pytest.fixture(scope="module")
 def tiny(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningWorker]:
-    folder: Path = tmp_path_factory.mktemp("tiny-llama")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    folder = write_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
     with running_worker(
         "--load-format", "dummy", "--kv-cache-memory", "1MiB", "--max-num-batched-tokens", "32",
         "--threads", "1", "--served-model-name", "fake",

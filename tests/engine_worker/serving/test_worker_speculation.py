@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack
-from pathlib import Path
 
 import pytest
 
+from loadtest.tiny_llama import write_tiny_llama
 from tests.engine_worker.serving.running_worker import RunningWorker, events, running_worker
-from tests.engine_worker.serving.test_worker_real import CONFIG, ask, text_of
+from tests.engine_worker.serving.test_worker_real import ask, text_of
 
 pytestmark = pytest.mark.engine
 
@@ -20,8 +19,7 @@ PROMPT = "one two three four, one two three four, one two three"
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, RunningWorker]]:
     """One that guesses by n-grams, one with a draft model (the very model), one that does not guess."""
-    folder: Path = tmp_path_factory.mktemp("tiny-llama")
-    (folder / "config.json").write_text(json.dumps(CONFIG))
+    folder = write_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
     kinds = {
         "ngram": ("--speculative", "ngram", "--always-speculate"),
         "draft": ("--speculative", str(folder), "--always-speculate"),
