@@ -71,11 +71,13 @@ class Intake:
         self, parsed: ParsedRequest, record: RequestRecord, chains: dict[KeySpace, PrefixChain]
     ) -> RouteRequest:  # fmt: skip
         """What the router needs to know of it."""
-        estimate = max(1, len(parsed.body) // _BYTES_PER_TOKEN)
+        num_tokens = 0
+        for chain in chains.values():
+            num_tokens = max(num_tokens, chain.num_tokens)
         return RouteRequest(
             request_id=self._router.new_id(),
             model=record.model,
-            num_tokens=max((chain.num_tokens for chain in chains.values()), default=estimate),
+            num_tokens=num_tokens if chains else max(1, len(parsed.body) // _BYTES_PER_TOKEN),
             chains=chains,
             max_output_tokens=parsed.max_output_tokens,
             session=parsed.session,

@@ -123,23 +123,16 @@ def parse_request(
     fields = _fields(endpoint, body)
     if isinstance(fields, _ModelOnly):
         return ParsedRequest(endpoint=endpoint, body=body, model=fields.model)
-    asks_usage = fields.stream_options is not None and bool(fields.stream_options.include_usage)
-    adds_usage = bool(fields.stream) and not asks_usage
-    shared: dict[str, Any] = {
-        "endpoint": endpoint,
-        "body": _with_usage(body) if adds_usage else body,
-        "model": fields.model,
-        "stream": bool(fields.stream),
-        "adds_usage": adds_usage,
-        "max_output_tokens": fields.max_completion_tokens or fields.max_tokens,
-        "num_choices": fields.n or 1,
-        "session": fields.prompt_cache_key or None,
-    }
-    salt = fields.cache_salt or ""
+    stream = bool(fields.stream)
+    adds_usage = stream and not (fields.stream_options is not None and fields.stream_options.include_usage)
+    if adds_usage:
+        body = _with_usage(body)
+    salt, unsalted = fields.cache_salt or "", None
     if salted is not None:
-        salt = salted(salt)
-        shared["unsalted"] = shared["body"]
-        shared["body"] = _with_salt(shared["body"], salt)
+        salt, unsalted = salted(salt), body
+        body = _with_salt(body, salt)
+    num_choices = fields.n or 1
+    source = None
     if isinstance(fields, _Chat):
         source = PromptSource(
             messages=fields.messages,
@@ -152,16 +145,24 @@ def parse_request(
             add_special_tokens=fields.add_special_tokens,
             own_template=fields.chat_template is not None,
         )
-        return ParsedRequest(**shared, source=source)
-    if isinstance(fields, _Completion):
-        num_choices = shared["num_choices"]
+    elif isinstance(fields, _Completion):
         if fields.best_of is not None and fields.best_of < num_choices:
             raise ApiError(400, f"best_of is {fields.best_of} but n is {num_choices}; best_of must be at least n.")
-        if isinstance(fields.prompt, list) and _num_prompts(fields.prompt) > 1:
-            shared["num_choices"] = num_choices * len(fields.prompt)
+        if isinstance(fields.prompt, list) and (num_prompts := _num_prompts(fields.prompt)) > 1:
+            num_choices *= num_prompts
         source = PromptSource(prompt=fields.prompt, salt=salt, add_special_tokens=fields.add_special_tokens)
-        return ParsedRequest(**shared, source=source)
-    return ParsedRequest(**shared)
+    return ParsedRequest(
+        endpoint=endpoint,
+        body=body,
+        model=fields.model,
+        stream=stream,
+        adds_usage=adds_usage,
+        max_output_tokens=fields.max_completion_tokens or fields.max_tokens,
+        num_choices=num_choices,
+        session=fields.prompt_cache_key or None,
+        source=source,
+        unsalted=unsalted,
+    )
 
 
 def with_model(parsed: ParsedRequest, model: str) -> ParsedRequest:
@@ -231,7 +232,7 @@ def _fields(endpoint: Endpoint, body: bytes) -> Any:
         fields = _decoded(_DECODERS[endpoint], body)
     except msgspec.ValidationError as error:
         raise invalid_field(error, decode_object(body)) from None
-    if _has_escape(body, b"\\u"):
+    if b"\\" in body and b"\\u" in body:  # a single byte is found many times faster
         _decoded(_ANY, body)  # escapes in fields that were skipped
     _refuse_duplicates(body)
     return fields
@@ -255,10 +256,6 @@ def _decoded(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
         raise ApiError(400, f"The request body is not valid JSON: {error}.") from None
 
 
-def _has_escape(body: bytes, escape: bytes) -> bool:
-    return b"\\" in body and escape in body  # a single byte is found many times faster
-
-
 def _refuse_duplicates(body: bytes) -> None:
     """Raises ApiError(400) for a key that the top level has twice.
 
@@ -266,7 +263,7 @@ def _refuse_duplicates(body: bytes) -> None:
     most clients write no white space. A key that stands once in the whole body stands once at the top. One of the two
     settles nearly every body, as long as no key can be spelled in two ways, which takes an escape.
     """
-    if _has_escape(body, b"\\u") or _has_escape(body, b"\\/"):
+    if b"\\" in body and (b"\\u" in body or b"\\/" in body):
         _walk(body)
         return
     raws = _RAW.decode(body)
