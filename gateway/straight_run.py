@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, ClassVar
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
@@ -60,10 +60,12 @@ class Run:
     """
 
     __slots__ = (
-        "_connection", "_deadline_at", "_head", "_headers", "_identity", "_is_admitted", "_is_open", "_lease",
-        "_parsed", "_protocol", "_record", "_route", "_sent_at", "_straight", "_target", "_tick", "_visit",
-        "disconnected", "keep_alive", "message_event", "more_body", "response_complete", "response_started",
+        "_claim", "_connection", "_deadline_at", "_head", "_headers", "_identity", "_is_admitted", "_is_open",
+        "_lease", "_parsed", "_protocol", "_record", "_route", "_sent_at", "_straight", "_target", "_tick", "_visit",
+        "disconnected", "keep_alive", "response_complete", "response_started",
     )  # fmt: skip
+    message_event: ClassVar[_NoEvent] = _NO_EVENT
+    more_body: ClassVar[bool] = False
 
     def __init__(self, straight: Straight, protocol: PlainProtocol, head: Head) -> None:
         self._straight = straight
@@ -76,6 +78,7 @@ class Run:
         self._identity: Identity | None = None
         self._parsed: ParsedRequest | None = None
         self._visit: Visit | None = None
+        self._claim: Claim = ANYONE
         self._is_admitted = False
         self._route: RouteRequest | None = None
         self._lease: Lease | None = None
@@ -89,18 +92,12 @@ class Run:
         self._is_open = True
         self.disconnected = False
         self.keep_alive = head.keep_alive
-        self.message_event = _NO_EVENT
-        self.more_body = False
         self.response_started = False
         self.response_complete = False
 
     @property
     def is_paused(self) -> bool:
         return self._protocol.flow.write_paused and not self.disconnected
-
-    @property
-    def _claim(self) -> Claim:
-        return self._visit.claim if self._visit is not None else ANYONE
 
     # From the client to the replica
 
@@ -125,6 +122,7 @@ class Run:
             if straight.tenancy.shared is not None:
                 return False
             self._visit = straight.tenancy.admit_here(identity, parsed, record, self._headers)
+            self._claim = self._visit.claim
         if not straight.admission.try_enter(self._claim):
             return False
         self._is_admitted = True

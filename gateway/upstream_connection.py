@@ -27,18 +27,20 @@ SOCKET_BUFFER_BYTES = 128 * 1024  # of the kernel, for each direction of a strea
 MAX_BUFFERED_BYTES = 256 * 1024
 
 
-class Connection(asyncio.Protocol):
-    """`on_closed` is called once, when the connection is gone; the pool forgets it then.
+class Connection:
+    """An asyncio protocol (by its methods: as one of asyncio's classes it could not be compiled well).
 
-    answered      a byte of the current answer has come
+    `on_closed` is called once, when the connection is gone; the pool forgets it then.
+
+    answered      a byte of the current answer has come; error: why it will never be whole
     num_served    exchanges before the current one
     idle_since    the pool's note
     """
 
     __slots__ = (
-        "_body", "_close_delimited", "_error", "_facts", "_informational", "_is_paused", "_keep_alive", "_memory",
+        "_body", "_close_delimited", "_facts", "_informational", "_is_paused", "_keep_alive", "_memory",
         "_num_body_bytes", "_num_silent_bytes", "_on_closed", "_on_news", "_parser", "_sink", "_transport",
-        "_waiter", "answered", "headers", "idle_since", "num_served", "phase", "status",
+        "_waiter", "answered", "error", "headers", "idle_since", "num_served", "phase", "status",
     )  # fmt: skip
 
     def __init__(self, on_closed: Callable[[Connection], None]) -> None:
@@ -63,7 +65,7 @@ class Connection(asyncio.Protocol):
         self._close_delimited = False
         self._informational = False
         self._keep_alive = False
-        self._error: UpstreamError | None = None
+        self.error: UpstreamError | None = None
         self._on_news: Callable[[], None] | None = None
         self._sink: Sink | None = None
         self._waiter: asyncio.Future[None] | None = None
@@ -82,30 +84,27 @@ class Connection(asyncio.Protocol):
         """Returns when status and headers are there. Raises UpstreamError."""
         while self.phase is Phase.HEAD:
             await self._wait()
-        if self._error is not None and not self.status:
-            raise self._error
+        if self.error is not None and not self.status:
+            raise self.error
 
     async def read_some(self) -> bytes:
         """All that has arrived, or what arrives next; empty at the end. Raises UpstreamError after the last byte."""
         while not self._body:
-            if self._error is not None:
-                raise self._error
+            if self.error is not None:
+                raise self.error
             if self.phase is not Phase.BODY:
                 return b""
             await self._wait()
-        return self._take()
+        return self.take()
 
     def take_whole(self) -> bytes | None:
         """All that is left of the body where the rest of it has arrived already, else None."""
-        return self._take() if self.phase is Phase.WHOLE and self._body and self._error is None else None
+        return self.take() if self.phase is Phase.WHOLE and self._body and self.error is None else None
 
     def watch(self, on_news: Callable[[], None]) -> None:
         """Call back once, when the answer is whole, is too large to be kept, or will never be (`error` says why)."""
         assert self._on_news is None
         self._on_news = on_news
-
-    def unwatch(self) -> None:
-        self._on_news = None
 
     def whole(self) -> bytes | None:
         """The whole body, which stays here until it is taken; None where there is none (yet)."""
@@ -115,26 +114,18 @@ class Connection(asyncio.Protocol):
             self._body = [b"".join(self._body)]
         return self._body[0]
 
-    def take(self) -> bytes:
-        """All that has arrived."""
-        return self._take()
-
     def answer_head(self) -> AnswerHead:
         """The head of the current answer, which must have come."""
         if self._facts is None:
             self._facts = AnswerHead(self.status, self.headers, self._keep_alive)
         return self._facts
 
-    @property
-    def error(self) -> UpstreamError | None:
-        return self._error
-
     def pipe(self, sink: Sink) -> None:
         """Give what has arrived, and all that will, to `sink`."""
         assert self._sink is None
         self._sink = sink
         if self._body:
-            sink.on_data(self._take())
+            sink.on_data(self.take())
         if self.phase is not Phase.BODY and self._sink is not None:
             self._end_pipe()
 
@@ -193,7 +184,8 @@ class Connection(asyncio.Protocol):
         finally:
             self._waiter = None
 
-    def _take(self) -> bytes:
+    def take(self) -> bytes:
+        """All that has arrived."""
         body = self._body
         data = body[0] if len(body) == 1 else b"".join(body)
         body.clear()
@@ -259,7 +251,7 @@ class Connection(asyncio.Protocol):
         sink = self._sink
         if sink is not None:
             if self._body:
-                sink.on_data(self._take())
+                sink.on_data(self.take())
             if self.phase is not Phase.BODY and self._sink is not None:
                 self._end_pipe()
             return
@@ -275,7 +267,7 @@ class Connection(asyncio.Protocol):
     def _end_pipe(self) -> None:
         sink, self._sink = self._sink, None
         assert sink is not None
-        sink.on_end(self._error)
+        sink.on_end(self.error)
 
     def _tell(self) -> None:
         on_news, self._on_news = self._on_news, None
@@ -289,9 +281,9 @@ class Connection(asyncio.Protocol):
     def connection_lost(self, exc: Exception | None) -> None:
         phase, self.phase = self.phase, Phase.CLOSED
         if phase is Phase.HEAD:
-            self._error = self._error or broken(f"the replica closed the connection before answering{why(exc)}")
+            self.error = self.error or broken(f"the replica closed the connection before answering{why(exc)}")
         elif phase is Phase.BODY and not (self._close_delimited and exc is None):
-            self._error = self._error or broken(f"the replica broke off its answer{why(exc)}")
+            self.error = self.error or broken(f"the replica broke off its answer{why(exc)}")
         self._on_closed(self)
         if self._sink is not None:
             self._end_pipe()
@@ -299,8 +291,17 @@ class Connection(asyncio.Protocol):
         self._wake()
 
     def _fail(self, why: str) -> None:
-        self._error = self._error or broken(why)
+        self.error = self.error or broken(why)
         self._transport.abort()
+
+    def eof_received(self) -> None:
+        """What comes of it is told by connection_lost."""
+
+    def pause_writing(self) -> None:
+        """A request's body is in memory anyway."""
+
+    def resume_writing(self) -> None:
+        pass
 
     # What the parser says
 

@@ -82,7 +82,7 @@ class Pool:
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(self.connect_s):
-                _, connection = await loop.create_connection(
+                _, connection = await loop.create_connection(  # type: ignore[type-var]
                     lambda: Connection(self._lost), self.host, self.port, ssl=self.context
                 )
         except BaseException as error:

@@ -328,15 +328,20 @@ async def test_a_large_answer_is_relayed_by_the_general_way():
 
 
 async def test_a_bug_of_ours_is_a_500_and_holds_nothing(monkeypatch, caplog):
-    async with warmed(Replica()) as (running, _ways), line(running) as client:
+    async with warmed(Replica()) as (running, ways), line(running) as client:
 
         def broken(*_):
             raise RuntimeError("a bug")
 
-        monkeypatch.setattr(running.app._proxy.intake, "route", broken)
-        status, _, _ = await client.ask(request())
-        assert status == 500
+        monkeypatch.setattr(running.app.router.policy, "choose", broken)
+        assert (await client.ask(request()))[0] == 500
         monkeypatch.undo()
         assert "a bug" in caplog.text
+        assert isinstance(ways.begun[0].error, RuntimeError)
+        async with line(running) as other:  # one behind the answer doesn't take it back
+            monkeypatch.setattr(running.app._proxy, "on_served", broken)
+            assert (await other.ask(request()))[0] == 200
+            monkeypatch.undo()
+            assert await other.reader.read() == b""
         async with line(running) as other:
             assert (await other.ask(request()))[0] == 200
