@@ -235,6 +235,7 @@ class Mirror:
             gone.discard(run.keys[hold.num_blocks - 1])
             self.set_blocks(hold, hold.num_blocks - 1)
         if gone:
+            self.table.trim(run)  # first: a split would hand a tail that nobody holds to another run
             self._punch_holes(run, [i for i in range(hold.num_blocks) if run.keys[i] in gone])
         self.table.trim(run)
 

@@ -195,3 +195,13 @@ TestApproximate = ApproximateMachine.TestCase
 TestApproximate.settings = STEPS
 TestEvents = EventMachine.TestCase
 TestEvents.settings = STEPS
+
+
+def test_a_tail_and_a_hole_before_it_go_at_once() -> None:
+    index = PrefixIndex()
+    index.add(REPLICAS[0], 100)
+    prompt = keys("xxxxx")
+    index.store(REPLICAS[0], prompt)
+    index.discard(REPLICAS[0], [prompt[0], prompt[1], prompt[4]])
+    index.check_invariants()
+    assert index.num_blocks(REPLICAS[0]) == 2
