@@ -31,7 +31,7 @@ DECODE_PRIOR = (0.02, 1e-7)  # s a step, s a KV token
 DEFAULT_RATES = Rates(*PREFILL_PRIOR, decode_step_s=DECODE_PRIOR[0], decode_kv_s=DECODE_PRIOR[1])
 
 NUM_SCALING = 5  # observations that set the prior's scale
-PRIOR_WEIGHT = 0.2  # in observations
+PRIOR_WEIGHT = 0.05  # in observations: a prior wrong by a half, where observations err by a tenth
 DECAY = 0.97  # a window of about 33 observations
 HUBER = 0.5  # relative error from which on an observation counts less
 SHIFT = 4  # as many outliers in a row are no outliers: the replica has become slower

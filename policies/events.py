@@ -17,7 +17,8 @@ from policies.types import BlockKey, KeySpace, PrefixChain, ReplicaId, ReplicaSt
 
 @dataclass(frozen=True, slots=True)
 class Joined:
-    """A replica is known. `num_blocks` is its KV capacity in blocks of `block_tokens` (0 when unknown)."""
+    """A replica is known. `num_blocks` is its KV capacity in blocks of `block_tokens` (0 when unknown). `step_tokens`:
+    prompt tokens of a step, of an engine that serves the shortest first as it is told (0: first come, first served)."""
 
     at: float
     replica_id: ReplicaId
@@ -27,6 +28,7 @@ class Joined:
     block_tokens: int
     num_blocks: int = 0
     status: ReplicaStatus = ReplicaStatus.READY
+    step_tokens: int = 0
 
 
 @dataclass(frozen=True, slots=True)

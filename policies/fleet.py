@@ -42,7 +42,8 @@ from policies.events import (
     StatusChanged,
 )
 from policies.fleet_config import FleetConfig
-from policies.load import Lease, ReplicaLoad
+from policies.lease import Lease
+from policies.load import ReplicaLoad
 from policies.prefix_index import PrefixIndex
 from policies.rate_book import RateBook
 from policies.replica import Replica, ReplicaStats
@@ -181,7 +182,7 @@ class FleetState:
             self._purge(known)
         replica = Replica(
             event.replica_id, event.incarnation, event.models, event.key_space, event.block_tokens, event.num_blocks,
-            event.status,
+            event.status, ReplicaLoad(SpeedModel(), event.step_tokens),
         )  # fmt: skip
         self._replicas[event.replica_id] = replica
         self._order = tuple(self._replicas[replica_id] for replica_id in sorted(self._replicas))
@@ -204,7 +205,7 @@ class FleetState:
         self._purge(replica)
         replica.incarnation = event.incarnation
         replica.num_blocks = event.num_blocks or replica.num_blocks
-        replica.load = ReplicaLoad(SpeedModel())
+        replica.load = ReplicaLoad(SpeedModel(), replica.load.clock.step_tokens)
         replica.eviction_s = 0.0
         self._mirror(replica)
         self._rates.refresh(self._order)
@@ -247,7 +248,8 @@ class FleetState:
         num_held, num_sure = self._index.pin(event.replica_id, chain.keys)
         prefill_s = replica.rates.prefill_s(chain.num_tokens - matched, matched)
         lease = Lease(
-            event.request_id, event.replica_id, chain, matched, num_held, num_sure, prefill_s, event.at, event.streamed
+            event.request_id, event.replica_id, chain, matched, num_held, num_sure, prefill_s, event.at, event.streamed,
+            replica.rates,
         )  # fmt: skip
         self._leases[event.request_id] = lease
         replica.load.dispatched(lease)

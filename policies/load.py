@@ -4,10 +4,7 @@ Leases. Every dispatched request holds one, from Dispatched to Finished or Faile
 *running* after it. All counters are sums over leases, so they cannot drift. Of a request that isn't streamed no first
 token is seen: it counts as running once its predicted prefill is over, or a later request's first token came.
 
-Work clock. W is the prefill time still ahead of a newcomer: the predicted seconds of the waiting leases, of which the
-oldest (the head) ages with time since it became the head. Every first token resynchronises: its request leaves the sum
-whatever was predicted, and the new head starts to age. A head that overruns its prediction is expected to take half as
-long again as it overran, so that a stalled replica looks worse by the second instead of free.
+Work clock. W is the prefill time still ahead of a newcomer: see work_clock.py.
 
 Reports. A replica's own count covers everybody's requests, ours too, at some moment in the past. When one arrives,
 what it says above our own count is taken for traffic from elsewhere and added to our own until the next report:
@@ -20,8 +17,9 @@ what we finish later leaves `own`: nothing is lost and nothing counted twice. (D
 older than FOREIGN_TTL_S counts no more.
 
 Speed. First tokens that come closer together than a tenth of the time they took belong to one step of the engine.
-Such a group, and the time since the group before it or since its first dispatch, make one observation. A request that
-a later one overtook (replicas may serve the shortest first) teaches nothing.
+Such a group, and the time since the group before it or since its first dispatch, make one observation. Where a replica
+interrupts a long prompt for shorter ones, all of them make one, until the long one is through. Elsewhere a request that
+a later one overtook teaches nothing.
 """
 
 from __future__ import annotations
@@ -32,67 +30,13 @@ from typing import NamedTuple
 
 from policies.cost import SpeedModel
 from policies.events import StatsReported
-from policies.types import PrefixChain, Rates, ReplicaId
+from policies.lease import Lease
+from policies.types import Rates
+from policies.work_clock import WorkClock
 
-OVERRUN_SHARE = 0.5
 FOREIGN_TTL_S = 30.0
 GROUP_SHARE = 0.1
 GROUP_MIN_S = 0.002
-
-
-@dataclass(init=False, slots=True)
-class Lease:
-    """A request on a replica (made as types.py says).
-
-    num_held_blocks, num_sure_blocks
-                         leading blocks thought held, and confirmed, there when it was dispatched
-    num_uncached_tokens  of the prompt, by what it was thought to match
-    num_blocks           that the prompt takes: the full ones and the one begun
-    overtaken            a later one's first token came before its own
-    unreported           dispatched since the replica's last report
-    """
-
-    request_id: str
-    replica_id: ReplicaId
-    chain: PrefixChain
-    matched_tokens: int
-    num_held_blocks: int
-    num_sure_blocks: int
-    prefill_s: float
-    dispatched_at: float
-    streamed: bool
-    first_token_at: float | None
-    overtaken: bool
-    unreported: bool
-    num_uncached_tokens: int
-    num_blocks: int
-
-    def __init__(
-        self,
-        request_id: str,
-        replica_id: ReplicaId,
-        chain: PrefixChain,
-        matched_tokens: int,
-        num_held_blocks: int,
-        num_sure_blocks: int,
-        prefill_s: float,
-        dispatched_at: float,
-        streamed: bool = True,
-    ) -> None:
-        self.request_id = request_id
-        self.replica_id = replica_id
-        self.chain = chain
-        self.matched_tokens = matched_tokens
-        self.num_held_blocks = num_held_blocks
-        self.num_sure_blocks = num_sure_blocks
-        self.prefill_s = prefill_s
-        self.dispatched_at = dispatched_at
-        self.streamed = streamed
-        self.first_token_at = None
-        self.overtaken = False
-        self.unreported = True
-        self.num_uncached_tokens = chain.num_tokens - matched_tokens
-        self.num_blocks = len(chain.keys) + 1
 
 
 @dataclass(slots=True)
@@ -104,6 +48,10 @@ class _Group:
     num_requests: int = 0
     num_uncached: int = 0
     num_attended: float = 0.0
+
+    def is_over(self, at: float) -> bool:
+        """Whether a first token at `at` is another step's."""
+        return at - self.until > max(GROUP_MIN_S, GROUP_SHARE * (self.until - self.since))
 
     def add(self, lease: Lease, cached_tokens: int, at: float) -> None:
         uncached = max(lease.chain.num_tokens - cached_tokens, 1)
@@ -130,15 +78,14 @@ class LoadFigures(NamedTuple):
 class ReplicaLoad:
     """Leases of one replica in the order of dispatch, and the numbers that follow from them."""
 
-    def __init__(self, speed: SpeedModel) -> None:
+    def __init__(self, speed: SpeedModel, step_tokens: int = 0) -> None:
         self.speed = speed
+        self.clock = WorkClock(step_tokens)
         self.waiting: dict[str, Lease] = {}
         self.running: dict[str, Lease] = {}
         self.kv_tokens = 0  # prompt tokens of the running leases
-        self._waiting_s = 0.0
         self._waiting_tokens = 0
         self._unreported_blocks = 0
-        self._head_since = 0.0
         self._group: _Group | None = None
         self._last_group_at = 0.0
         self.report: StatsReported | None = None
@@ -158,10 +105,8 @@ class ReplicaLoad:
 
     def dispatched(self, lease: Lease) -> None:
         self.stale_at = -inf
-        if not self.waiting:
-            self._head_since = lease.dispatched_at
         self.waiting[lease.request_id] = lease
-        self._waiting_s += lease.prefill_s
+        self.clock.add(lease, self._busy_until())
         self._waiting_tokens += lease.num_uncached_tokens
         self._unreported_blocks += lease.num_blocks
 
@@ -173,6 +118,8 @@ class ReplicaLoad:
         for older in self.waiting.values():
             if older is lease:
                 break
+            if not older.streamed and older.place > lease.place:
+                continue  # it is the older that was overtaken
             if older.streamed:
                 older.overtaken = True
             else:
@@ -188,7 +135,7 @@ class ReplicaLoad:
         self.stale_at = -inf
         self._unreported_blocks -= lease.num_blocks * lease.unreported
         if lease.request_id in self.waiting:
-            self._leave_waiting(lease, at)
+            self._leave_waiting(lease, at, served=num_output_tokens is not None)
             return False
         del self.running[lease.request_id]
         learned = num_output_tokens is not None and lease.streamed and lease.first_token_at is not None
@@ -202,44 +149,45 @@ class ReplicaLoad:
         if self.report is not None and now - self.report.at > FOREIGN_TTL_S:
             self._forget_report()
         while self.waiting:
-            head = next(iter(self.waiting.values()))
-            done_at = self._service_start() + head.prefill_s
+            head, done_at = self.clock.line[0], self.clock.due(self._busy_until())
             if head.streamed or now < done_at:
                 return
             self._start(head, done_at)
             self._last_group_at = max(self._last_group_at, done_at)
 
     def _start(self, lease: Lease, at: float) -> None:
-        self._leave_waiting(lease, at)
+        self._leave_waiting(lease, at, served=True)
         lease.first_token_at = at
         self.running[lease.request_id] = lease
         self.kv_tokens += lease.chain.num_tokens
 
-    def _leave_waiting(self, lease: Lease, at: float) -> None:
+    def _leave_waiting(self, lease: Lease, at: float, served: bool) -> None:
         self.stale_at = -inf
         del self.waiting[lease.request_id]
         self._waiting_tokens -= lease.num_uncached_tokens
-        self._waiting_s = self._waiting_s - lease.prefill_s if self.waiting else 0.0
-        self._head_since = at
+        self.clock.remove(lease, at, served, self._busy_until())
+        if lease.interrupted and not served:
+            self._group, self._last_group_at = None, at  # what was computed of it is in the time of the others
 
     # Speed
 
     def _observe(self, lease: Lease, silent: list[Lease], at: float, cached_tokens: int) -> bool:
-        if lease.overtaken:  # some of its work was done before what overtook it: nobody knows how much
+        if lease.overtaken and not self.clock.step_tokens:  # who knows how much of it was done before the other
             learned = self._close_group() if self._group is not None else False
             self._last_group_at = at
             return learned
         group, learned = self._group, False
-        if group is not None and at - group.until > max(GROUP_MIN_S, GROUP_SHARE * (group.until - group.since)):
+        interrupted = self.clock.interrupted(besides=lease)
+        if group is not None and not interrupted and not lease.interrupted and group.is_over(at):
             learned = self._close_group()
             group = None
         if group is None:
-            first = min((older.dispatched_at for older in silent), default=lease.dispatched_at)
-            group = self._group = _Group(max(min(first, lease.dispatched_at), self._last_group_at), at)
+            first = min([other.dispatched_at for other in (lease, *silent, *interrupted)])
+            group = self._group = _Group(max(first, self._last_group_at), at)
         for older in silent:
             group.add(older, older.matched_tokens, at)
         group.add(lease, cached_tokens, at)
-        if len(self.waiting) == 1:  # only this one: nothing else can belong to the step
+        if len(self.waiting) == 1 or (lease.interrupted and not interrupted):  # nothing else can belong to it
             learned = self._close_group() or learned
         return learned
 
@@ -281,11 +229,9 @@ class ReplicaLoad:
 
     # Views
 
-    def _service_start(self) -> float:
-        """Since when the head is being served: foreign prefill goes first."""
-        if self._foreign_s and self.report is not None:
-            return max(self._head_since, self.report.at + self._foreign_s)
-        return self._head_since
+    def _busy_until(self) -> float:
+        """Foreign prefill goes before ours."""
+        return self.report.at + self._foreign_s if self._foreign_s and self.report is not None else -inf
 
     def refresh(self, now: float, num_blocks: int) -> None:
         """Bring what a view needs up to `now`, and say until when it holds.
@@ -307,17 +253,16 @@ class ReplicaLoad:
             self.clear_at = self.report.at + self._foreign_s if left else -inf
         self.kv_usage = min(kv_usage, 1.0)
         if self.waiting:
-            head_s, since = next(iter(self.waiting.values())).prefill_s, self._service_start()
-            rest_s = max(self._waiting_s - head_s, 0.0)
-            overrun = now - (since + head_s)
-            if overrun > 0.0:
-                self.clear_at, self.stale_at = now + rest_s + OVERRUN_SHARE * overrun, -inf
-            else:
-                self.clear_at, self.stale_at = since + head_s + rest_s, min(self.stale_at, since + head_s)
+            self.clear_at, until = self.clock.clear_at(now, self._busy_until())
+            self.stale_at = min(self.stale_at, until)
 
     def queued_prefill_s(self, now: float) -> float:
         """The work clock W, after `refresh`."""
         return max(self.clear_at - now, 0.0)
+
+    def overtaken_s(self, prefill_s: float, now: float) -> float:
+        """How much of W a request that comes now and needs `prefill_s` would overtake."""
+        return self.clock.overtaken_s(prefill_s, now, self._busy_until())
 
     def figures(self, now: float, num_blocks: int) -> LoadFigures:
         """All of it at one moment, for metrics."""
@@ -340,8 +285,8 @@ class ReplicaLoad:
     def check_invariants(self) -> None:
         assert not (self.waiting.keys() & self.running.keys())
         assert self._waiting_tokens == sum(lease.num_uncached_tokens for lease in self.waiting.values())
-        total = sum((lease.prefill_s for lease in self.waiting.values()), 0.0)
-        assert abs(self._waiting_s - total) <= 1e-6 * (1.0 + total)
+        self.clock.check_invariants()
+        assert set(map(id, self.waiting.values())) == set(map(id, self.clock.line))
         assert self.kv_tokens == sum(lease.chain.num_tokens for lease in self.running.values())
         assert all(lease.first_token_at is None for lease in self.waiting.values())
         assert all(lease.first_token_at is not None for lease in self.running.values())

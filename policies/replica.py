@@ -42,7 +42,7 @@ class Replica:
     block_tokens: int
     num_blocks: int
     status: ReplicaStatus
-    load: ReplicaLoad = field(default_factory=lambda: ReplicaLoad(SpeedModel()))
+    load: ReplicaLoad
     rates: Rates = field(default_factory=lambda: SpeedModel().own_rates())
     eviction_s: float = 0.0
     slot: int = -1  # in the prefix index
@@ -53,7 +53,10 @@ class Replica:
         load = self.load
         if now >= load.stale_at:
             load.refresh(now, self.num_blocks)
-        queued_s = load.clear_at - now
+        queued_s, overtaken_s = load.clear_at - now, 0.0
+        if queued_s > 0.0 and load.clock.step_tokens:
+            prefill_s = self.rates.prefill_s(num_tokens - matched_tokens, matched_tokens)
+            overtaken_s = min(load.overtaken_s(prefill_s, now), queued_s)
         return ReplicaView(
             self.replica_id,
             self.incarnation,
@@ -66,6 +69,7 @@ class Replica:
             load.kv_usage,
             self.rates,
             self.eviction_s,
+            overtaken_s,
         )
 
     def stats(self, index: PrefixIndex, now: float) -> ReplicaStats:

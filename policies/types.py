@@ -128,6 +128,7 @@ class ReplicaView:
     queued_prefill_tokens, queued_prefill_s
                      uncached prompt tokens dispatched here with no first token yet, and the seconds that they are
                      expected to take still (the fluid work clock W of the cost model)
+    overtaken_s      seconds of the queue that this request would overtake, where the shortest are served first
     num_waiting      requests dispatched here with no first token yet
     num_running      requests here past their first token
     kv_usage         share of KV blocks held by running requests, 0 to 1
@@ -146,6 +147,7 @@ class ReplicaView:
     kv_usage: Final[float]
     rates: Final[Rates]
     eviction_s: Final[float]
+    overtaken_s: Final[float]
 
     def __init__(
         self,
@@ -160,6 +162,7 @@ class ReplicaView:
         kv_usage: float,
         rates: Rates,
         eviction_s: float = 0.0,
+        overtaken_s: float = 0.0,
     ) -> None:
         self.replica_id = replica_id
         self.incarnation = incarnation
@@ -172,6 +175,7 @@ class ReplicaView:
         self.kv_usage = kv_usage
         self.rates = rates
         self.eviction_s = eviction_s
+        self.overtaken_s = overtaken_s
 
     @property
     def num_in_flight(self) -> int:

@@ -2,7 +2,8 @@
 
     cost_i = W_i + p_i (1 + tau + L) + p_i q_i + kappa d_i + e_i
 
-W_i  (`queue`)       prefill seconds still ahead of the request there
+W_i  (`queue`)       prefill seconds queued there,
+     (`overtaken`)   less those that the request overtakes, where the shortest are served first (work_clock.py)
 p_i  (`prefill`)     its own uncached prefill, quadratic attention included
      (`recompute`)   tau p_i: computing a prefix again spreads it over one more replica and evicts something there
      (`later`)       L p_i: work done here keeps waiting those who are yet to come before the replica is idle again. In
@@ -50,7 +51,8 @@ MAX_LATER = 8.0  # a queue longer than that says nothing more about what is to c
 @dataclass(init=False, slots=True)
 class _Weights:
     """What is the same for all replicas: the weights of p, p q, d, and e for duplicates and new blocks, the longest
-    match, whether attention's quadratic term counts (1 or 0), and the part of p's weight that is for those to come."""
+    match, whether attention's quadratic term counts (1 or 0), the part of p's weight that is for those to come, and
+    whether what would be overtaken is left out."""
 
     own: Final[float]
     delay: Final[float]
@@ -60,10 +62,11 @@ class _Weights:
     longest: Final[int]
     quadratic: Final[float]
     later: Final[float]
+    overtake: Final[float]
 
     def __init__(
         self, own: float, delay: float, decode: float, price: float, room: float, longest: int, quadratic: float,
-        later: float,
+        later: float, overtake: float,
     ) -> None:  # fmt: skip
         self.own = own
         self.delay = delay
@@ -73,6 +76,7 @@ class _Weights:
         self.longest = longest
         self.quadratic = quadratic
         self.later = later
+        self.overtake = overtake
 
 
 class Warm:
@@ -103,7 +107,7 @@ class Warm:
             _reason(chosen, weights.longest, len(views)),
             chosen.matched_tokens,
             chosen.num_tokens,
-            chosen.queued_prefill_s + work_s,
+            chosen.queued_prefill_s - weights.overtake * chosen.overtaken_s + work_s,
             LazyScores(lambda: self._scores(views, weights)),
             work_s if self._config.order else None,
         )
@@ -111,13 +115,14 @@ class Warm:
     def _costs(self, views: tuple[ReplicaView, ...], weights: _Weights) -> list[float]:
         """The total of every replica. The same sum as in _scores, without names: this is the hot path."""
         own, delay, decode, longest = weights.own, weights.delay, weights.decode, weights.longest
+        overtake = weights.overtake
         costs = []
         for view in views:
             rates, num_tokens, matched = view.rates, view.num_tokens, view.matched_tokens
             uncached = num_tokens - matched
             attention = weights.quadratic * rates.quadratic_s * (matched + uncached / 2)
             prefill = rates.base_s + uncached * (rates.linear_s + attention)
-            cost = view.queued_prefill_s + prefill * (own + delay * view.num_waiting)
+            cost = view.queued_prefill_s - overtake * view.overtaken_s + prefill * (own + delay * view.num_waiting)
             if view.num_running:
                 cost += decode * view.num_running * rates.decode_kv_s * num_tokens
             if view.eviction_s:
@@ -134,6 +139,7 @@ class Warm:
                 prefill = view.rates.base_s + view.rates.linear_s * (view.num_tokens - view.matched_tokens)
             terms = {
                 "queue": view.queued_prefill_s,
+                "overtaken": -weights.overtake * view.overtaken_s,
                 "prefill": prefill,
                 "recompute": self._config.tau * prefill,
                 "later": weights.later * prefill,
@@ -167,6 +173,7 @@ class Warm:
             longest,
             float(config.quadratic),
             later,
+            float(config.order and config.overtake),
         )
 
 

@@ -17,6 +17,7 @@ class WarmConfig:
     room             weight of the charge for new blocks while half of the replicas have room
     quadratic        whether attention's quadratic term counts in p_i
     order            whether replicas are told p_i, to serve by it
+    overtake         whether W_i leaves out what the request overtakes there (with `order`)
     """
 
     tau: float = 1.0
@@ -27,3 +28,4 @@ class WarmConfig:
     room: float = 1.0
     quadratic: bool = True
     order: bool = True
+    overtake: bool = True

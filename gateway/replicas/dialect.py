@@ -36,6 +36,7 @@ class Report:
     base_model    the name of the model that the others are adapters of, where it is told
     incarnation   changes when the process behind the address does ("" when the engine has no such thing)
     block_tokens  its KV block size in tokens; `num_blocks` the blocks in all
+    step_tokens   tokens of a step, of an engine that serves the shortest first as it is told
     model_fingerprint
                   the same for workers that can go on with each other's answers
     has_load      whether num_running, num_waiting and kv_usage mean anything
@@ -47,6 +48,7 @@ class Report:
     incarnation: str = ""
     block_tokens: int = 0
     num_blocks: int = 0
+    step_tokens: int = 0
     has_load: bool = False
     num_running: int = 0
     num_waiting: int = 0

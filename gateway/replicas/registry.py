@@ -194,6 +194,7 @@ class Registry:
                 cut.block_tokens,
                 replica.num_blocks,
                 replica.status,
+                report.step_tokens,
             )
         )
         _log.info(

@@ -52,6 +52,7 @@ class WarmgateDialect:
             incarnation=state.incarnation,
             block_tokens=state.block_size,
             num_blocks=state.num_blocks,
+            step_tokens=state.step_tokens,
             has_load=True,
             num_running=state.num_running,
             num_waiting=state.num_waiting,

@@ -98,7 +98,11 @@ class Simulation:
                 rng = self._rng(f"feed/{replica.index}")
                 replica.feed = KVFeed(replica.replica_id, self.clock, self.setup.conditions, rng, self._tell_all)
             blocks, tokens = self.setup.fleet.num_blocks[replica.index], self._trace.block_tokens
-            self._tell_all(events.Joined(0.0, replica.replica_id, "0", frozenset((MODEL,)), SPACE, tokens, blocks))
+            joined = events.Joined(
+                0.0, replica.replica_id, "0", frozenset((MODEL,)), SPACE, tokens, blocks,
+                step_tokens=self.setup.fleet.token_budget,
+            )  # fmt: skip
+            self._tell_all(joined)
 
     def _start_engine(self, replica: Replica) -> None:
         fleet = self.setup.fleet

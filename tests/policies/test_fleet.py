@@ -286,3 +286,19 @@ def test_sequence_counts_decisions_and_a_snapshot_changes_nothing() -> None:
     assert fleet.snapshot(request("r", "x"), 0.0) == first
     dispatch(fleet, "a", "r", "x", 0.0)
     assert fleet.snapshot(request("s", "x"), 0.0).sequence == first.sequence + 1
+
+
+def test_what_would_be_overtaken_is_seen_where_the_shortest_are_served_first() -> None:
+    fleet = fleet_of("a")
+    fleet.apply(
+        Joined(0.0, ReplicaId("b"), "one", frozenset({MODEL}), KeySpace("tokens/16"), BLOCK, 1000, step_tokens=16)
+    )
+    for name in "ab":
+        dispatch(fleet, name, name, "xyz" * 100, 0.0)
+    ordered, plain = (view_of(fleet, 0.0, name) for name in "ba")
+    assert ordered.queued_prefill_s == plain.queued_prefill_s > 0.0
+    assert 0.0 == plain.overtaken_s < ordered.overtaken_s < ordered.queued_prefill_s
+    fleet.apply(Restarted(1.0, ReplicaId("b"), "two"))
+    dispatch(fleet, "b", "c", "xyz" * 100, 1.0)
+    assert view_of(fleet, 1.0, "b").overtaken_s > 0.0, "the new process is as the old one was"
+    fleet.check_invariants()

@@ -5,7 +5,8 @@ from __future__ import annotations
 import pytest
 
 from policies.cost import SpeedModel
-from policies.load import Lease, ReplicaLoad
+from policies.lease import Lease
+from policies.load import ReplicaLoad
 from policies.types import ReplicaId
 from tests.policies.support import chain
 
@@ -88,3 +89,39 @@ def test_one_that_was_overtaken_teaches_nothing(load: ReplicaLoad, speed: Record
     load.first_token(first, 11.3, 0)  # much of it was done before 11.0
     load.first_token(third, 12.3, 0)
     assert speed.prefills == [(1, 160, 1.0), (1, 160, 1.0)]
+
+
+def test_a_long_prompt_and_those_it_was_interrupted_for_are_one_observation(speed: Recorder) -> None:
+    load = ReplicaLoad(speed, step_tokens=32)
+    long = lease(load, "long", 10.0)
+    shorts = [Lease(f"s{i}", ReplicaId("a"), chain("x", tail_tokens=0), 0, 0, 0, 0.1, 10.3 + i / 10) for i in range(2)]
+    for short in shorts:
+        load.dispatched(short)
+    load.first_token(shorts[0], 10.5, 0)
+    load.first_token(shorts[1], 11.0, 0)  # much later than a step's tokens come apart
+    assert not speed.prefills
+    assert load.first_token(long, 11.5, 0)
+    assert speed.prefills == [(3, 160 + 16 + 16, 1.5)]  # since the long one began
+    load.check_invariants()
+
+
+def test_an_interrupted_prompt_that_is_given_up_takes_the_time_with_it(speed: Recorder) -> None:
+    load = ReplicaLoad(speed, step_tokens=32)
+    long = lease(load, "long", 10.0)
+    short = Lease("short", ReplicaId("a"), chain("x", tail_tokens=0), 0, 0, 0, 0.1, 10.3)
+    load.dispatched(short)
+    load.first_token(short, 10.5, 0)
+    load.ended(long, 11.0)
+    after = lease(load, "after", 12.0)
+    load.first_token(after, 13.0, 0)
+    assert speed.prefills == [(1, 160, 1.0)]
+
+
+def test_one_that_is_behind_in_the_line_was_not_overtaken(speed: Recorder) -> None:
+    load = ReplicaLoad(speed, step_tokens=320)
+    lease(load, "head", 10.0)
+    long = Lease("long", ReplicaId("a"), chain("x" * 20, tail_tokens=0), 0, 0, 0, 2.0, 10.1)
+    load.dispatched(long)
+    load.first_token(load.waiting["head"], 11.0, 0)
+    load.first_token(long, 13.0, 0)
+    assert speed.prefills == [(1, 160, 1.0), (1, 320, 2.0)]

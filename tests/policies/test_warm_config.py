@@ -13,7 +13,9 @@ from policies.warm import Warm
 from policies.warm_config import WarmConfig
 from tests.policies.support import RATES, dispatch, fleet_of, matched_blocks, request, serve, view
 
-BUSY = view("a", matched_tokens=480, queued_prefill_s=0.5, num_waiting=2, num_running=4, eviction_s=1e-4)
+BUSY = view(
+    "a", matched_tokens=480, queued_prefill_s=0.5, num_waiting=2, num_running=4, eviction_s=1e-4, overtaken_s=0.3
+)
 COLD = view("b", eviction_s=2e-4, num_waiting=4)
 
 
@@ -36,6 +38,8 @@ def changed(config: WarmConfig) -> set[str]:
         (WarmConfig(delay=0.0), {"delay"}),
         (WarmConfig(later=3.0), {"later"}),
         (WarmConfig(duplicate_price=0.0), {"duplicates"}),
+        (WarmConfig(overtake=False), {"overtaken"}),
+        (WarmConfig(order=False), {"overtaken"}),  # the replica then serves in the order of arrival
         (WarmConfig(room=0.5), set()),  # both are full
         (WarmConfig(quadratic=False), {"prefill", "recompute", "later", "delay"}),
     ],
@@ -183,3 +187,13 @@ def test_a_replica_is_told_the_work_that_is_left_of_the_prompt_there() -> None:
         [chosen] = [each for each in snapshot.replicas if each.replica_id == decision.replica_id]
         work_s = chosen.rates.prefill_s(chosen.num_tokens - chosen.matched_tokens, chosen.matched_tokens)
         assert decision.work_s == (work_s if config.order else None)
+
+
+@pytest.mark.parametrize(("overtake", "expected"), [(True, "a"), (False, "b")])
+def test_a_request_does_not_shun_a_queue_that_it_overtakes(overtake: bool, expected: str) -> None:
+    busy = view("a", matched_tokens=990, queued_prefill_s=3.0, num_waiting=1, overtaken_s=2.95)
+    snapshot = FleetSnapshot(0.0, 0, (busy, view("b")))
+    decision = Warm(WarmConfig(overtake=overtake)).choose(request("r", "x"), snapshot, random.Random(0))
+    assert decision.replica_id == expected
+    work_s = RATES.prefill_s(13, 990) if overtake else RATES.prefill_s(1003, 0)
+    assert decision.expected_ttft_s == pytest.approx(work_s + (0.05 if overtake else 0.0))
