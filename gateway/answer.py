@@ -215,12 +215,10 @@ class Answer:
         """Whether its client is known to have left."""
         return self._cycle is not None and self._cycle.disconnected
 
-    @property
-    def push(self) -> Callable[[bytes], None]:
+    def push(self, data: bytes) -> None:
         """`write` from a callback: what the client doesn't read yet is buffered, and `connection.on_paused` says so."""
         assert self._cycle is not None
-        push: Callable[[bytes], None] = self._cycle.push
-        return push
+        self._cycle.push(data)
 
     def abandon(self) -> None:
         """The client doesn't read: drop the connection with what is buffered, where the server lets us."""

@@ -137,6 +137,8 @@ def assert_equal(case: Case, tolerance: float = 2e-5) -> None:
 
 
 MIXED = ((9, 1, 1, 7), (1, 1, 1, 1), (3, 14, 2, 1), (0, 5, 1, 1), (20, 1, 6, 1))
+# Of more tokens than the kernels' chunk of keys: 127 to 341, decoding beside each other and beside chunks.
+LONG = ((300, 1, 1, 39), (129, 1, 1, 1), (126, 1, 2, 1), (0, 5, 1, 1))
 
 CASES = {
     "plain": Case(MIXED),
@@ -161,6 +163,11 @@ CASES = {
     "narrow values, window": Case(MIXED, key_dim=24, value_dim=12, mask="sliding", shuffled=False),
     "narrow values, sinks": Case(MIXED, key_dim=24, value_dim=12, sinks=True),
     "wide values": Case(MIXED, key_dim=8, value_dim=16),
+    "long": Case(LONG, key_dim=40, value_dim=72, block_size=16),
+    "long, sinks": Case(LONG, key_dim=64, value_dim=64, block_size=16, sinks=True),
+    "long, window": Case(LONG, key_dim=64, value_dim=64, block_size=16, mask="sliding", width=150),
+    "long, many query heads a key head": Case(LONG, num_kv_heads=2, group=11, key_dim=16, value_dim=48),
+    "long, many key heads": Case(LONG, num_kv_heads=17, group=2, key_dim=64, value_dim=16),
 }
 
 
@@ -182,7 +189,7 @@ def test_cpu_equals_reference(case: Case) -> None:
     [
         *("plain", "blocks side by side", "sliding window", "chunked attention, side by side", "holes in the mask"),
         *("sinks", "softcap and sinks", "narrow values", "narrow values, sinks", "wide values"),
-        "one key head for all",
+        *("one key head for all", "long", "long, many query heads a key head"),
     ],
 )
 def test_quantized_caches_are_read_alike(name: str, kv_cache_dtype: str) -> None:
@@ -193,6 +200,15 @@ def test_quantized_caches_are_read_alike(name: str, kv_cache_dtype: str) -> None
 def test_quantized_caches_of_any_head_dim(dim: int) -> None:
     for kv_cache_dtype in ("int8", "fp4"):
         assert_equal(Case(((9, 1, 7), (1, 1, 1)), key_dim=dim, value_dim=dim, kv_cache_dtype=kv_cache_dtype))
+
+
+@pytest.mark.parametrize("name", ["plain", "long", "long, many key heads"])
+def test_threads_share_out_requests_and_heads(name: str) -> None:
+    torch.set_num_threads(3)
+    try:
+        assert_equal(CASES[name])
+    finally:
+        torch.set_num_threads(1)
 
 
 def test_runs_are_read_in_place(monkeypatch: pytest.MonkeyPatch) -> None:

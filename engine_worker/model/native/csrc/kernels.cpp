@@ -1,6 +1,6 @@
 // The library's functions, with C linkage: plain pointers and sizes, so that no header of torch or Python is needed to
 // build it and no version of theirs can break it. native/kernels.py is the other side of every signature here.
-#include "attention.h"
+#include "attention_tasks.h"
 #include "glue.h"
 
 // One decoder layer, as native/kernels.py fills it: pre-norm, rotary attention, gated MLP.
@@ -34,7 +34,7 @@ int64_t wg_rope_write(float* qkv, const float* cos, const float* sin, int64_t ro
                       const float* k_norm, float q_eps, float k_eps, const int64_t* slots, const Cache* cache, int64_t tokens,
                       int64_t q_heads, int64_t kv_heads, int64_t dim) {
   int64_t pitch = (q_heads + 2 * kv_heads) * dim;
-  float poison = 0;  // 0 * x is 0 for every finite x and NaN otherwise
+  bool sound = true;
   for (int64_t t = 0; t < tokens; t++) {
     float* line = qkv + t * pitch;
     if (q_norm) rms_norm(line, nullptr, q_norm, q_eps, line, q_heads, dim, dim, dim);
@@ -42,15 +42,14 @@ int64_t wg_rope_write(float* qkv, const float* cos, const float* sin, int64_t ro
     for (int64_t h = 0; rotary && h < q_heads + kv_heads; h++)
       rotate(line + h * dim, cos + t * rotary, sin + t * rotary, rotary);
     const float *key = line + q_heads * dim, *value = key + kv_heads * dim;
-    int64_t n = kv_heads * dim;
     for (int64_t h = 0; h < kv_heads; h++) {
       int64_t index = slots[t] * kv_heads + h;
       store_row(key + h * dim, dim, cache->key_kind, cache->keys, cache->key_scales, index);
       store_row(value + h * dim, dim, cache->value_kind, cache->values, cache->value_scales, index);
     }
-    for (int64_t i = 0; i < 2 * n; i++) poison += 0.0f * key[i];
+    sound = all_finite(key, 2 * kv_heads * dim) && sound;
   }
-  return poison == 0.0f;
+  return sound;
 }
 
 // A whole layer on hidden [T, hidden], in place. `call` brings spans, tables and heads; query and out are set here.

@@ -28,11 +28,6 @@ struct Fp4Scales {
 };
 static const Fp4Scales FP4_SCALES;
 
-// Ask for n bytes: a head's rows lie apart from the next token's, where the processor doesn't look by itself.
-INLINE void fetch(const void* p, int64_t n) {
-  for (int64_t i = 0; i < n; i += 64) __builtin_prefetch((const char*)p + i);
-}
-
 // Row `index` (slot * heads + head). Its numbers are load(i) * scale and one(i) * scale; load takes 16 of them.
 template <int KIND> struct Row;
 
@@ -42,7 +37,6 @@ template <> struct Row<ROW_F32> {
   MEMBER Row(const void* data, const void*, int64_t index, int64_t dim) : p((const float*)data + index * dim) {}
   MEMBER V load(int64_t i) const { return ::load(p + i); }
   MEMBER float one(int64_t i) const { return p[i]; }
-  MEMBER void fetch(int64_t dim) const { ::fetch(p, dim * 4); }
 };
 
 template <> struct Row<ROW_I8> {
@@ -52,7 +46,6 @@ template <> struct Row<ROW_I8> {
       : p((const int8_t*)data + index * dim), scale(from_bits((uint32_t)((const uint16_t*)scales)[index] << 16)) {}
   MEMBER V load(int64_t i) const { return load_i8(p + i); }
   MEMBER float one(int64_t i) const { return p[i]; }
-  MEMBER void fetch(int64_t dim) const { ::fetch(p, dim); }
 };
 
 template <> struct Row<ROW_FP4> {
@@ -68,8 +61,15 @@ template <> struct Row<ROW_FP4> {
     float number = FP4_NUMBERS[code & 7] * FP4_SCALES.of[scales[i / FP4_GROUP]];
     return code & 8 ? -number : number;
   }
-  MEMBER void fetch(int64_t dim) const { ::fetch(p, dim / 2), __builtin_prefetch(scales); }
 };
+
+// Bytes of a row of numbers, and of its scales.
+INLINE int64_t row_bytes(int64_t kind, int64_t dim) {
+  return kind == ROW_F32 ? dim * 4 : kind == ROW_I8 ? dim : (dim + FP4_GROUP - 1) / FP4_GROUP * 8;
+}
+INLINE int64_t scale_bytes(int64_t kind, int64_t dim) {
+  return kind == ROW_F32 ? 0 : kind == ROW_I8 ? 2 : (dim + FP4_GROUP - 1) / FP4_GROUP;
+}
 
 // A row as float32, in place where it is that already; otherwise in `line` [dim].
 template <int KIND>
@@ -82,11 +82,24 @@ INLINE const float* widen_row(const Row<KIND>& row, int64_t dim, float* line) {
   return line;
 }
 
+// Whether n numbers are all finite: 0 * x is 0 for every finite x and NaN otherwise.
+INLINE bool all_finite(const float* x, int64_t n) {
+  V poison = set1(0);
+  float rest = 0;
+  int64_t i = 0;
+  for (; i + W <= n; i += W) poison = fma(set1(0), load(x + i), poison);
+  for (; i < n; i++) rest += 0.0f * x[i];
+  return sum(poison) + rest == 0;
+}
+
 // The largest size of n numbers, NaN if one of them is not finite.
 INLINE float peak_of(const float* x, int64_t n) {
-  float peak = 0, poison = 0;  // 0 * x is 0 for every finite x and NaN otherwise
-  for (int64_t i = 0; i < n; i++) peak = std::max(peak, std::fabs(x[i])), poison += 0.0f * x[i];
-  return poison == 0 ? peak : NAN;
+  V high = set1(0), low = set1(0);
+  float peak = 0;
+  int64_t i = 0;
+  for (; i + W <= n; i += W) high = vmax(high, load(x + i)), low = vmin(low, load(x + i));
+  for (; i < n; i++) peak = std::max(peak, std::fabs(x[i]));
+  return all_finite(x, n) ? std::max(peak, std::max(top(high), top(set1(0) - low))) : NAN;
 }
 
 static void store_i8(const float* x, int64_t dim, int8_t* to, uint16_t* scale) {

@@ -18,6 +18,7 @@ constexpr int W = 16;
 #if defined(__AVX512F__)
 
 constexpr int MAX_ROWS = 12;  // rows of a register tile: 12 x 2 accumulators and 2 weights of 32 registers
+constexpr int SUMS = 24;      // values that registers hold besides what is added to them
 struct V { __m512 v; };
 INLINE V load(const float* p) { return {_mm512_loadu_ps(p)}; }
 INLINE void store(float* p, V a) { _mm512_storeu_ps(p, a.v); }
@@ -33,6 +34,37 @@ INLINE V nearest(V a) { return {_mm512_roundscale_ps(a.v, 8)}; }
 INLINE V scale2(V a, V n) { return {_mm512_scalef_ps(a.v, n.v)}; }
 INLINE float sum(V a) { return _mm512_reduce_add_ps(a.v); }
 INLINE float top(V a) { return _mm512_reduce_max_ps(a.v); }
+// 0 where x < limit, and w elsewhere, also where x is no number.
+INLINE V unless_less(V w, V x, float limit) {
+  return {_mm512_maskz_mov_ps(_mm512_cmp_ps_mask(x.v, _mm512_set1_ps(limit), _CMP_NLT_UQ), w.v)};
+}
+// Rows 0 .. 3 of four numbers as columns, four at a time: lane l of t[i] has the numbers 4 l + i of a, b, c and d.
+INLINE void turn(V a, V b, V c, V d, __m512* t) {
+  __m512d ab0 = _mm512_castps_pd(_mm512_unpacklo_ps(a.v, b.v)), ab2 = _mm512_castps_pd(_mm512_unpackhi_ps(a.v, b.v));
+  __m512d cd0 = _mm512_castps_pd(_mm512_unpacklo_ps(c.v, d.v)), cd2 = _mm512_castps_pd(_mm512_unpackhi_ps(c.v, d.v));
+  t[0] = _mm512_castpd_ps(_mm512_unpacklo_pd(ab0, cd0)), t[1] = _mm512_castpd_ps(_mm512_unpackhi_pd(ab0, cd0));
+  t[2] = _mm512_castpd_ps(_mm512_unpacklo_pd(ab2, cd2)), t[3] = _mm512_castpd_ps(_mm512_unpackhi_pd(ab2, cd2));
+}
+// The sums of four values, side by side.
+INLINE void sum4(V a, V b, V c, V d, float* out) {
+  __m512 t[4];
+  turn(a, b, c, d, t);
+  __m512 all = _mm512_add_ps(_mm512_add_ps(t[0], t[1]), _mm512_add_ps(t[2], t[3]));
+  __m256 half = _mm256_add_ps(_mm512_castps512_ps256(all), _mm512_extractf32x8_ps(all, 1));
+  _mm_storeu_ps(out, _mm_add_ps(_mm256_castps256_ps128(half), _mm256_extractf128_ps(half, 1)));
+}
+// out[i * pitch ..] = the numbers i of a, b, c and d.
+INLINE void store_columns(V a, V b, V c, V d, float* out, int64_t pitch) {
+  __m512 t[4];
+  turn(a, b, c, d, t);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    _mm_storeu_ps(out + i * pitch, _mm512_castps512_ps128(t[i]));
+    _mm_storeu_ps(out + (4 + i) * pitch, _mm512_extractf32x4_ps(t[i], 1));
+    _mm_storeu_ps(out + (8 + i) * pitch, _mm512_extractf32x4_ps(t[i], 2));
+    _mm_storeu_ps(out + (12 + i) * pitch, _mm512_extractf32x4_ps(t[i], 3));
+  }
+}
 INLINE V load_i8(const int8_t* p) {
   return {_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i*)p)))};
 }
@@ -55,6 +87,7 @@ INLINE V load_e2m1(const uint8_t* p) {
 #elif defined(__AVX2__)
 
 constexpr int MAX_ROWS = 3;  // 3 x 4 accumulators of 16 registers
+constexpr int SUMS = 6;
 struct V { __m256 a, b; };
 INLINE V load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 INLINE void store(float* p, V x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
@@ -82,6 +115,34 @@ INLINE float top(V x) {
   __m128 s = _mm_max_ps(_mm256_castps256_ps128(m), _mm256_extractf128_ps(m, 1));
   s = _mm_max_ps(s, _mm_movehl_ps(s, s));
   return _mm_cvtss_f32(_mm_max_ss(s, _mm_movehdup_ps(s)));
+}
+INLINE __m256 unless_less(__m256 w, __m256 x, __m256 limit) { return _mm256_and_ps(w, _mm256_cmp_ps(x, limit, _CMP_NLT_UQ)); }
+INLINE V unless_less(V w, V x, float limit) {
+  __m256 least = _mm256_set1_ps(limit);
+  return {unless_less(w.a, x.a, least), unless_less(w.b, x.b, least)};
+}
+INLINE void turn(__m256 a, __m256 b, __m256 c, __m256 d, __m256* t) {
+  __m256d ab0 = _mm256_castps_pd(_mm256_unpacklo_ps(a, b)), ab2 = _mm256_castps_pd(_mm256_unpackhi_ps(a, b));
+  __m256d cd0 = _mm256_castps_pd(_mm256_unpacklo_ps(c, d)), cd2 = _mm256_castps_pd(_mm256_unpackhi_ps(c, d));
+  t[0] = _mm256_castpd_ps(_mm256_unpacklo_pd(ab0, cd0)), t[1] = _mm256_castpd_ps(_mm256_unpackhi_pd(ab0, cd0));
+  t[2] = _mm256_castpd_ps(_mm256_unpacklo_pd(ab2, cd2)), t[3] = _mm256_castpd_ps(_mm256_unpackhi_pd(ab2, cd2));
+}
+INLINE void sum4(V a, V b, V c, V d, float* out) {
+  __m256 t[4];
+  turn(_mm256_add_ps(a.a, a.b), _mm256_add_ps(b.a, b.b), _mm256_add_ps(c.a, c.b), _mm256_add_ps(d.a, d.b), t);
+  _mm_storeu_ps(out, halves(_mm256_add_ps(_mm256_add_ps(t[0], t[1]), _mm256_add_ps(t[2], t[3]))));
+}
+INLINE void store_columns(__m256 a, __m256 b, __m256 c, __m256 d, float* out, int64_t pitch) {
+  __m256 t[4];
+  turn(a, b, c, d, t);
+#pragma GCC unroll 4
+  for (int i = 0; i < 4; i++) {
+    _mm_storeu_ps(out + i * pitch, _mm256_castps256_ps128(t[i]));
+    _mm_storeu_ps(out + (4 + i) * pitch, _mm256_extractf128_ps(t[i], 1));
+  }
+}
+INLINE void store_columns(V a, V b, V c, V d, float* out, int64_t pitch) {
+  store_columns(a.a, b.a, c.a, d.a, out, pitch), store_columns(a.b, b.b, c.b, d.b, out + 8 * pitch, pitch);
 }
 INLINE __m256 widen(__m128i bytes) { return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(bytes)); }
 INLINE V load_i8(const int8_t* p) {
@@ -115,6 +176,7 @@ INLINE V load_e2m1(const uint8_t* p) {
 #else
 
 constexpr int MAX_ROWS = 4;
+constexpr int SUMS = 8;
 struct V { float x[W]; };
 #define EACH(expression) V r; for (int i = 0; i < W; i++) r.x[i] = (expression); return r
 INLINE V load(const float* p) { V r; std::memcpy(r.x, p, sizeof r.x); return r; }
@@ -131,6 +193,11 @@ INLINE V nearest(V a) { EACH(std::nearbyint(a.x[i])); }
 INLINE V scale2(V a, V n) { EACH(std::ldexp(a.x[i], (int)n.x[i])); }
 INLINE float sum(V a) { float s = 0; for (int i = 0; i < W; i++) s += a.x[i]; return s; }
 INLINE float top(V a) { float m = a.x[0]; for (int i = 1; i < W; i++) m = m > a.x[i] ? m : a.x[i]; return m; }
+INLINE V unless_less(V w, V x, float limit) { EACH(x.x[i] < limit ? 0.0f : w.x[i]); }
+INLINE void sum4(V a, V b, V c, V d, float* out) { out[0] = sum(a), out[1] = sum(b), out[2] = sum(c), out[3] = sum(d); }
+INLINE void store_columns(V a, V b, V c, V d, float* out, int64_t pitch) {
+  for (int i = 0; i < W; i++, out += pitch) out[0] = a.x[i], out[1] = b.x[i], out[2] = c.x[i], out[3] = d.x[i];
+}
 INLINE V load_i8(const int8_t* p) { EACH((float)p[i]); }
 INLINE float widen_half(uint32_t bits) {
   uint32_t size = (bits & 0x7fff) << 13, sign = (bits & 0x8000) << 16;
