@@ -215,10 +215,12 @@ class Answer:
         """Whether its client is known to have left."""
         return self._cycle is not None and self._cycle.disconnected
 
-    def push(self, data: bytes) -> None:
+    @property
+    def push(self) -> Callable[[bytes], None]:
         """`write` from a callback: what the client doesn't read yet is buffered, and `connection.on_paused` says so."""
         assert self._cycle is not None
-        self._cycle.push(data)
+        push: Callable[[bytes], None] = self._cycle.push
+        return push
 
     def abandon(self) -> None:
         """The client doesn't read: drop the connection with what is buffered, where the server lets us."""

@@ -18,7 +18,7 @@ import asyncio
 import heapq
 import math
 from enum import StrEnum
-from typing import Protocol
+from typing import Final, Protocol
 from weakref import WeakKeyDictionary
 
 
@@ -39,7 +39,7 @@ class Interrupted(Exception):
         self.reason = reason
 
 
-TICK_S = 0.02
+TICK_S: Final = 0.02
 
 
 class Looked(Protocol):

@@ -5,7 +5,7 @@ Neither step waits for anything. Every way through the gateway (proxy.py, straig
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from engine_worker.contract.errors import ApiError
 from gateway.aliases import Aliases
@@ -20,7 +20,7 @@ from policies.types import KeySpace, PrefixChain, ReplicaId, RouteRequest
 if TYPE_CHECKING:
     from gateway.tenancy.directory import Identity
 
-_BYTES_PER_TOKEN = 4  # an estimate, for requests that have no chain
+_BYTES_PER_TOKEN: Final = 4  # an estimate, for requests that have no chain
 _NOBODY: frozenset[ReplicaId] = frozenset()
 
 

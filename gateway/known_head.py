@@ -10,13 +10,13 @@ that were known, and so is where the last one that it parsed has left it.
 
 from __future__ import annotations
 
-from typing import Generic, TypeVar
+from typing import Final, Generic, TypeVar
 
 T = TypeVar("T")
-_LENGTH = b"\r\ncontent-length:"
-_MAX_DIGITS = 9
-_MAX_HEAD_BYTES = 8192
-_MAX_PAUSE = 63
+_LENGTH: Final = b"\r\ncontent-length:"
+_MAX_DIGITS: Final = 9
+_MAX_HEAD_BYTES: Final = 8192
+_MAX_PAUSE: Final = 63
 
 
 class HeadMemory(Generic[T]):

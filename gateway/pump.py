@@ -23,7 +23,18 @@ from gateway.upstream import UpstreamError, UpstreamResponse
 class Pump:
     """Relays one stream. `itl` gets the time between two reads."""
 
-    __slots__ = ("_answer", "_ended", "_guard", "_idle_s", "_itl", "_last_at", "_response", "_rest", "_scanner")
+    __slots__ = (
+        "_answer",
+        "_ended",
+        "_guard",
+        "_idle_s",
+        "_itl",
+        "_last_at",
+        "_push",
+        "_response",
+        "_rest",
+        "_scanner",
+    )
 
     def __init__(
         self, scanner: StreamScanner, response: UpstreamResponse, answer: Answer, guard: Guard, idle_s: float,
@@ -32,6 +43,7 @@ class Pump:
         self._scanner = scanner
         self._response = response
         self._answer = answer
+        self._push = answer.push
         self._guard = guard
         self._idle_s = idle_s
         self._itl = itl
@@ -70,7 +82,7 @@ class Pump:
         self._guard.extend(Interrupt.STREAM_IDLE, now + self._idle_s)
         if out:
             try:
-                self._answer.push(out)
+                self._push(out)
             except Exception as error:
                 self._response.unpipe()
                 self._end(error)

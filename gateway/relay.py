@@ -19,7 +19,8 @@ from gateway.guard import Interrupt
 from gateway.observe.metrics import Metrics
 from gateway.observe.record import EndState, RequestRecord
 from gateway.openai.errors import error_in, error_of, in_shape
-from gateway.openai.sse import FRAME, Frame, SseError, StreamScanner, Usage
+from gateway.openai.frames import FRAME, Frame, Usage
+from gateway.openai.sse import SseError, StreamScanner
 from gateway.pump import Pump
 from gateway.resume import Resumer, can_resume
 from gateway.router import Lease

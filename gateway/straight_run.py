@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Awaitable
-from typing import TYPE_CHECKING, ClassVar
+from typing import TYPE_CHECKING, ClassVar, Final
 
 from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
@@ -23,8 +23,8 @@ from gateway.exchange import Failure, ReplicaRefused, body_for, note_place, of_i
 from gateway.guard import Interrupt
 from gateway.heads import Head
 from gateway.observe.record import EndState, RequestRecord
+from gateway.openai.frames import Frame
 from gateway.openai.parse import ParsedRequest
-from gateway.openai.sse import Frame
 from gateway.relay import finish, read_frame
 from gateway.router import Lease
 from gateway.tenancy.directory import Identity
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from gateway.plain_protocol import PlainProtocol
     from gateway.straight import Straight
 
-_LAST_WORDS_S = 1.0  # for telling a client that its time is up
+_LAST_WORDS_S: Final = 1.0  # for telling a client that its time is up
 
 
 class _NoEvent:
@@ -49,7 +49,7 @@ class _NoEvent:
         pass
 
 
-_NO_EVENT = _NoEvent()
+_NO_EVENT: Final = _NoEvent()
 
 
 class Run:

@@ -15,6 +15,7 @@ from __future__ import annotations
 import asyncio
 import socket
 from collections.abc import Callable
+from typing import Final
 
 import httptools
 
@@ -22,9 +23,9 @@ from gateway.answer_head import AnswerHead
 from gateway.known_head import HeadMemory
 from gateway.upstream_types import Phase, Sink, UpstreamError, broken, why
 
-MAX_SILENT_BYTES = 256 * 1024  # of head, chunk extensions or trailers at a time
-SOCKET_BUFFER_BYTES = 128 * 1024  # of the kernel, for each direction of a stream (Linux takes twice that)
-MAX_BUFFERED_BYTES = 256 * 1024
+MAX_SILENT_BYTES: Final = 256 * 1024  # of head, chunk extensions or trailers at a time
+SOCKET_BUFFER_BYTES: Final = 128 * 1024  # of the kernel, for each direction of a stream (Linux takes twice that)
+MAX_BUFFERED_BYTES: Final = 256 * 1024
 
 
 class Connection:

@@ -7,12 +7,13 @@ import ssl
 import time
 from collections import deque
 from dataclasses import dataclass, field
+from typing import Final
 
 from gateway.upstream_connection import Connection
 from gateway.upstream_types import Phase, UpstreamError, UpstreamFailure, reason_of
 
 # Under the 5 seconds after which uvicorn, and so most engines, close an idle connection.
-_KEEP_ALIVE_S = 4.0
+_KEEP_ALIVE_S: Final = 4.0
 
 
 @dataclass(slots=True, eq=False)

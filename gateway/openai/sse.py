@@ -23,61 +23,18 @@ from typing import Any
 
 import msgspec
 
+from gateway.openai.frames import FRAME, Usage
+
 _BOUNDARY = re.compile(rb"(?:\r\n|\n|\r(?!\n))(?:\r\n|\n|\r(?!\n))")
-_SPECIAL = re.compile(rb'"finish_reason":\s*+(?!null)|"usage":\s*+(?!null)|"error"|\[DONE\]')
+_SPECIAL = (b'"finish_reason"', b'"usage"', b'"error"', b"[DONE]")
+_NULLS = (b'"finish_reason":null', b'"finish_reason": null', b'"usage":null', b'"usage": null')
 _LINE_END = re.compile(rb"\r\n|\n|\r")
-_USAGE = re.compile(rb'"usage":\s*+(?!null)')
 # At an event's end, so outside of any string: a line end in JSON text is escaped.
 _NULL_USAGES = ((b',"usage":null}\n\n', b"}\n\n"), (b', "usage": null}\n\n', b"}\n\n"))
 
 
 class SseError(Exception):
     """A replica's stream was cut short or breaks the protocol; the message says how."""
-
-
-class PromptDetails(msgspec.Struct, frozen=True):
-    cached_tokens: int | None = None
-
-
-class Usage(msgspec.Struct, frozen=True):
-    prompt_tokens: int | None = None
-    completion_tokens: int | None = None
-    prompt_tokens_details: PromptDetails | None = None
-
-    @property
-    def cached_tokens(self) -> int | None:
-        return self.prompt_tokens_details.cached_tokens if self.prompt_tokens_details else None
-
-
-class _Choice(msgspec.Struct, frozen=True):
-    finish_reason: str | None = None
-
-
-class Frame(msgspec.Struct, frozen=True):
-    """The parts of a response or of one streamed chunk that the gateway looks at."""
-
-    choices: list[_Choice] | None = None
-    usage: Usage | None = None
-    error: Any = None
-    object: Any = None
-    message: Any = None
-    code: Any = None
-
-    @property
-    def finished(self) -> bool:
-        return any(choice.finish_reason for choice in self.choices or ())
-
-    @property
-    def failure(self) -> dict[str, Any] | None:
-        """The error that this frame reports, in any of the shapes in use."""
-        if self.error is not None:
-            return self.error if isinstance(self.error, dict) else {"message": str(self.error)}
-        if self.object == "error":
-            return {"message": self.message, "code": self.code}
-        return None
-
-
-FRAME = msgspec.json.Decoder(Frame)
 
 
 class StreamScanner:
@@ -184,11 +141,12 @@ class StreamScanner:
         """Read the usage that the client didn't ask for, and take its traces out; other bytes stay as they are."""
         for null, without in _NULL_USAGES:
             chunk = chunk.replace(null, without)
-        if _USAGE.search(chunk) is None:
+        usage = chunk.find(b'"usage"')
+        if usage < 0:
             return chunk
         kept: list[bytes] = []
         at = 0
-        for start, end, data in _spans(chunk, 0):
+        for start, end, data in _spans(chunk, max(0, _last_boundary(chunk[:usage]))):
             if b'"usage"' in data and self._read(data):
                 kept.append(chunk[at:start])
                 at = end
@@ -197,8 +155,8 @@ class StreamScanner:
     def _look(self, chunk: bytes) -> bytes:
         """Decode the events of a chunk that holds more than content; returns what of it may be relayed."""
         cut = len(chunk)
-        special = _SPECIAL.search(chunk)
-        skip = max(0, _last_boundary(chunk[: special.start()])) if special else 0
+        special = _first_special(chunk)
+        skip = max(0, _last_boundary(chunk[:special])) if special >= 0 else 0
         self.num_events += _num_events(chunk[:skip])
         for start, data in events(chunk, skip):
             self.num_events += 1
@@ -249,6 +207,13 @@ def _is_plain(chunk: bytes) -> bool:
     return not num_usages or num_usages == chunk.count(b'"usage":null') + chunk.count(b'"usage": null')
 
 
+def _first_special(chunk: bytes) -> int:
+    """Where the first key stands that an event must be decoded for, at the latest; -1 where none does."""
+    for null in _NULLS:
+        chunk = chunk.replace(null, b" " * len(null))
+    return min((at for at in map(chunk.find, _SPECIAL) if at >= 0), default=-1)
+
+
 def _last_boundary(data: bytes) -> int:
     """The offset just past the last blank line, or -1."""
     if b"\r" not in data:
@@ -275,6 +240,9 @@ def events(chunk: bytes, start: int) -> Iterator[tuple[int, bytes]]:
 
 def _spans(chunk: bytes, start: int) -> Iterator[tuple[int, int, bytes]]:
     """As `events`, with the offset just past each."""
+    if b"\r" not in chunk:
+        yield from _lf_spans(chunk, start)
+        return
     lines: list[bytes] = []
     event_start = start
     while start < len(chunk):
@@ -290,3 +258,19 @@ def _spans(chunk: bytes, start: int) -> Iterator[tuple[int, int, bytes]]:
         start = after
     if lines:
         yield event_start, len(chunk), b"\n".join(lines)
+
+
+def _lf_spans(chunk: bytes, start: int) -> Iterator[tuple[int, int, bytes]]:
+    """The same where all lines end in LF: by far the most streams, and no regular expression is needed for them."""
+    size = len(chunk)
+    while start < size:
+        if chunk.startswith(b"\n", start):  # a blank line more than one
+            start += 1
+            continue
+        end = chunk.find(b"\n\n", start)
+        end, after = (end, end + 2) if end >= 0 else (size, size)
+        parts = (line[5:] for line in chunk[start:end].split(b"\n") if line.startswith(b"data:"))
+        lines = [part[1:] if part.startswith(b" ") else part for part in parts]
+        if lines:
+            yield start, after, b"\n".join(lines)
+        start = after

@@ -6,6 +6,7 @@ which the relay lets through only when the stream was whole; an error event ends
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Protocol
 
 import msgspec
@@ -74,7 +75,11 @@ class TranslatedAnswer(Answer):
         if out:
             await super().write(out)
 
-    def push(self, data: bytes) -> None:
+    @property
+    def push(self) -> Callable[[bytes], None]:
+        return self._push
+
+    def _push(self, data: bytes) -> None:
         out = self._translated(data)
         if out:
             super().push(out)

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from gateway.openai.sse import StreamScanner
+from gateway.openai.sse import StreamScanner, events
 
 MAX_EVENT = 10_000
 
@@ -141,3 +141,18 @@ def test_the_last_event_may_lack_its_blank_line():
     out, scanner = run([data])
     assert out == data
     assert not scanner.broken
+
+
+PIECES = st.lists(st.sampled_from(["data: a", "data:b", "data", "event: x", ": c", "id: 1", "", "", "", " ", "data:"]))
+
+
+@given(PIECES, st.booleans())
+@example(["data: a", "", "", "", "data: b"], False)
+@example(["data: a", "data: b", "", ": c", "", "data: d"], True)
+def test_events_are_the_same_whatever_ends_their_lines(lines: list[str], ends: bool):
+    text = "\n".join(lines) + "\n" * ends
+    plain, other = (list(events(text.replace("\n", end).encode(), 0)) for end in ("\n", "\r\n"))
+    assert [data for _, data in plain] == [data for _, data in other]
+    assert [text.encode()[start:].startswith(b"\n") for start, _ in plain] == [False] * len(plain)
+    starts = [len(text[:start].replace("\n", "\r\n")) for start, _ in plain]
+    assert starts == [start for start, _ in other]
