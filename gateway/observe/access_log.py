@@ -11,16 +11,43 @@ import logging
 import os
 import sys
 import time
-from typing import Any
 
 import msgspec
+from msgspec import UNSET, UnsetType
 
-from gateway.observe.record import RequestRecord
+from gateway.observe.record import EndState, RequestRecord
 
 _log = logging.getLogger("warmgate.access")
 _FLUSH_EVERY_S = 0.1
 _MAX_LINES = 20_000
 _MAX_NAME = 128
+
+
+class _Line(msgspec.Struct):
+    """A line's fields in their order; what is UNSET is left out."""
+
+    time: float
+    request_id: str
+    endpoint: str
+    model: str
+    stream: bool
+    status: int
+    end: EndState | None
+    replica: str | None
+    policy: str | None
+    reason: str | None
+    attempts: int
+    prompt_tokens: int | None
+    matched_tokens: int | None
+    cached_tokens: int | None
+    output_tokens: int | None
+    ttft_ms: float | None
+    total_ms: float
+    resumed_from: list[str] | UnsetType = UNSET
+    tenant: str | UnsetType = UNSET
+    key: str | UnsetType = UNSET
+    admission: str | UnsetType | None = UNSET
+    error: str | UnsetType = UNSET
 
 
 class AccessLog:
@@ -80,39 +107,39 @@ class AccessLog:
             self._timer = asyncio.get_running_loop().call_later(_FLUSH_EVERY_S, self._flush)
 
     def _write_out(self, records: list[RequestRecord]) -> None:
-        data = b"".join(self._encoder.encode(self._line(record)) + b"\n" for record in records)
+        data = self._encoder.encode_lines(map(self._line, records))
         view = memoryview(data)
         while view:
             view = view[os.write(self._fd, view) :]
 
-    def _line(self, record: RequestRecord) -> dict[str, Any]:
+    def _line(self, record: RequestRecord) -> _Line:
         ended_at = record.ended_at if record.ended_at is not None else record.started_at
         ttft_s = record.ttft_s
-        line = {
-            "time": round(ended_at + self._wall_offset, 3),
-            "request_id": record.request_id,
-            "endpoint": record.endpoint,
-            "model": record.model or _printable(record.asked_model),
-            "stream": record.stream,
-            "status": record.status,
-            "end": record.end,
-            "replica": record.replica_id or None,
-            "policy": record.policy or None,
-            "reason": record.reason or None,
-            "attempts": record.num_attempts,
-            "prompt_tokens": record.prompt_tokens,
-            "matched_tokens": record.matched_tokens,
-            "cached_tokens": record.cached_tokens,
-            "output_tokens": record.output_tokens,
-            "ttft_ms": None if ttft_s is None else round(ttft_s * 1000, 2),
-            "total_ms": round((ended_at - record.started_at) * 1000, 2),
-        }
+        line = _Line(
+            round(ended_at + self._wall_offset, 3),
+            record.request_id,
+            record.endpoint,
+            record.model or _printable(record.asked_model),
+            record.stream,
+            record.status,
+            record.end,
+            record.replica_id or None,
+            record.policy or None,
+            record.reason or None,
+            record.num_attempts,
+            record.prompt_tokens,
+            record.matched_tokens,
+            record.cached_tokens,
+            record.output_tokens,
+            None if ttft_s is None else round(ttft_s * 1000, 2),
+            round((ended_at - record.started_at) * 1000, 2),
+        )
         if record.broken_at:
-            line["resumed_from"] = record.broken_at
+            line.resumed_from = record.broken_at
         if record.tenant:
-            line |= {"tenant": record.tenant, "key": record.key_id, "admission": record.admission or None}
+            line.tenant, line.key, line.admission = record.tenant, record.key_id, record.admission or None
         if record.error:
-            line["error"] = record.error
+            line.error = record.error
         return line
 
 

@@ -5,8 +5,9 @@ from the fleet's state at the moment of the scrape, so they can't drift from it.
 from __future__ import annotations
 
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -70,7 +71,7 @@ class Metrics:
         self.route = Buckets(_ROUTE_SECONDS)
         self.queue_wait = Buckets(_ROUTE_SECONDS)
         self.loop_lag = Buckets(_ROUTE_SECONDS)
-        self._requests: Counter[tuple[str, ...]] = Counter()
+        self._requests: Counter[tuple[str, str, int, EndState]] = Counter()
         self._decisions: Counter[tuple[str, ...]] = Counter()
         self._failovers: Counter[tuple[str, ...]] = Counter()
         self._resumes: Counter[tuple[str, ...]] = Counter()
@@ -103,12 +104,12 @@ class Metrics:
         """Count a request that has reached its end state. `record.model` is a served model's name or empty."""
         assert record.end is not None
         assert record.ended_at is not None
-        self._requests[record.endpoint, record.model, str(record.status), record.end.value] += 1
+        self._requests[record.endpoint, record.model, record.status, record.end] += 1
         if record.placed_at is not None:
             self.queue_wait.observe(record.placed_at - record.started_at)
         figures = self._models[record.model]
-        if (ttft_s := record.ttft_s) is not None:
-            figures.ttft.observe(ttft_s)
+        if record.first_token_at is not None:
+            figures.ttft.observe(record.first_token_at - record.started_at)
         if record.end is not EndState.COMPLETED:
             return
         figures.duration.observe(record.ended_at - record.started_at)
@@ -119,7 +120,10 @@ class Metrics:
 
     def _counts(self) -> Iterable[Metric]:
         labels = ("endpoint", "model", "status", "end")
-        yield _counter("requests", "Requests ended.", labels, self._requests)
+        requests = {
+            (route, model, str(status), end.value): n for (route, model, status, end), n in self._requests.items()
+        }
+        yield _counter("requests", "Requests ended.", labels, requests)
         models = self._models.items()
         for name, text, read in _MODEL_HISTOGRAMS:
             yield _histogram(name, text, {(model,): read(figures) for model, figures in models}, ("model",))
@@ -148,7 +152,7 @@ _MODEL_COUNTERS: tuple[tuple[str, str, Callable[[_ModelFigures], int]], ...] = (
 )
 
 
-def _counter(name: str, text: str, labels: tuple[str, ...], values: dict[tuple[str, ...], int]) -> Metric:
+def _counter(name: str, text: str, labels: tuple[str, ...], values: Mapping[Any, int]) -> Metric:
     family = CounterMetricFamily(f"warmgate_{name}", text, labels=labels)
     for key, value in values.items():
         family.add_metric(key, value)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
 from enum import StrEnum
+
+import msgspec
 
 
 class EndState(StrEnum):
@@ -21,8 +22,7 @@ class EndState(StrEnum):
     CLIENT_GONE = "client_gone"
 
 
-@dataclass(slots=True, kw_only=True, eq=False)
-class RequestRecord:
+class RequestRecord(msgspec.Struct, kw_only=True, eq=False):
     """Filled in as the request goes. Times are of the monotonic clock, in seconds; None: it never came to that.
 
     `model` is a served one, or empty; `asked_model` what the client named, whatever that was.
@@ -50,7 +50,7 @@ class RequestRecord:
     status: int = 0
     end: EndState | None = None
     error: str = ""
-    broken_at: list[str] = field(default_factory=list)
+    broken_at: list[str] = []
     tenant: str = ""
     key_id: str = ""
     admission: str = ""

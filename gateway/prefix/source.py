@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class PromptSource:
+
+class PromptSource(msgspec.Struct, frozen=True, kw_only=True):
     """A chat (`messages`) or a plain completion (`prompt`): exactly one of the two.
 
     messages, tools, chat_template_kwargs
