@@ -41,7 +41,7 @@ class _Common(msgspec.Struct, frozen=True, kw_only=True):
     max_completion_tokens: PositiveInt | None = None
     n: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
     prompt_cache_key: ShortText | None = None
-    cache_salt: ShortText | None = None
+    cache_salt: ShortText | msgspec.UnsetType | None = msgspec.UNSET
     add_special_tokens: bool | None = None
     stop: Annotated[str, msgspec.Meta(max_length=_MAX_STOP_CHARS)] | Stops | None = None
     logit_bias: Annotated[dict[str, Any], msgspec.Meta(max_length=MAX_LOGIT_BIAS)] | None = None
@@ -127,10 +127,11 @@ def parse_request(
     adds_usage = stream and not (fields.stream_options is not None and fields.stream_options.include_usage)
     if adds_usage:
         body = _with_usage(body)
-    salt, unsalted = fields.cache_salt or "", None
+    has_own, salt = (False, "") if fields.cache_salt is msgspec.UNSET else (True, fields.cache_salt or "")
+    unsalted = None
     if salted is not None:
         salt, unsalted = salted(salt), body
-        body = _with_salt(body, salt)
+        body = _with_salt(body, salt, has_own)
     num_choices = fields.n or 1
     source = None
     if isinstance(fields, _Chat):
@@ -177,9 +178,9 @@ def _with_value(body: bytes, key: str, value: str) -> bytes:
     return body[:start] + msgspec.json.encode(value) + body[end:]
 
 
-def _with_salt(body: bytes, salt: str) -> bytes:
+def _with_salt(body: bytes, salt: str, has_own: bool) -> bytes:
     """The salt in place of the client's, or at the front; all other bytes as they are."""
-    if (b'"cache_salt"' in body or b"\\u" in body) and "cache_salt" in _walk(body):
+    if has_own:
         return _with_value(body, "cache_salt", salt)
     opened = _OPEN.match(body)
     assert opened is not None, "it was checked to be an object"

@@ -161,3 +161,22 @@ def test_exactly_the_objects_with_unique_keys_pass(pairs, indent, ascii_only):
     else:
         with pytest.raises(ApiError, match="twice"):
             decode_object(body)
+
+
+@pytest.mark.parametrize(
+    ("own", "expected"),
+    [
+        ("", '{"cache_salt":"theirs+",'),
+        ('"cache_salt":"mine",', '{"cache_salt":"theirs+mine",'),
+        ('"cache_salt":null,', '{"cache_salt":"theirs+",'),
+        ('"cache\\u005fsalt":"mine",', '{"cache\\u005fsalt":"theirs+mine",'),
+    ],
+)
+def test_a_salt_stands_in_for_the_clients_or_in_front(own: str, expected: str):
+    rest = '"model":"m","messages":[{"role":"user","content":"what is \\"cache_salt\\"?"}]}'
+    parsed = parse_request("chat", ("{" + own + rest).encode(), lambda mine: f"theirs+{mine}")
+    assert parsed.body.decode() == expected + rest
+    assert parsed.unsalted is not None
+    assert parsed.unsalted.decode() == "{" + own + rest
+    assert parsed.source is not None
+    assert parsed.source.salt == "theirs+" + ("mine" if "mine" in own else "")
