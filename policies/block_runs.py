@@ -167,7 +167,8 @@ class RunTable:
                 while end < size and keys[end] not in where:
                     end += 1
                 run = Run(list(keys[position:end]))
-                where.update(dict.fromkeys(run.keys, run))
+                for key in run.keys:
+                    where[key] = run
                 path.append(run)
                 position = end
                 continue

@@ -20,19 +20,60 @@ pushes out one worth S(A).
 from __future__ import annotations
 
 from collections import OrderedDict
-from math import inf, log2
+from math import inf, log2, pow
+from typing import Final
 
 from policies.types import BlockKey, PrefixChain, Rates
 
-UNIT_TOKENS = 512
-FIRST_GAP_S = 0.25
-BINS_PER_OCTAVE = 3
-NUM_BINS = 57  # the last is for gaps from a day and a half on
-HALF_LIFE_S = 1200.0
-DECAY_EVERY_S = 30.0
-SUMS_EVERY = 16  # prompts between two rebuilds of the sums
-SLOT_S = 2.0  # touches not answered yet are counted by when they came, in slots so long
-MAX_SLOTS = 1800
+UNIT_TOKENS: Final = 512
+FIRST_GAP_S: Final = 0.25
+BINS_PER_OCTAVE: Final = 3
+NUM_BINS: Final = 57  # the last is for gaps from a day and a half on
+HALF_LIFE_S: Final = 1200.0
+DECAY_EVERY_S: Final = 30.0
+SUMS_EVERY: Final = 16  # prompts between two looks at the counts
+SLOT_S: Final = 2.0  # touches not answered yet are counted by when they came, in slots so long
+MAX_SLOTS: Final = 1800
+
+
+class _Beyond:
+    """Tokens and pairs re-touched after more than a bin's gap, and the tokens that were kept for so long or longer."""
+
+    __slots__ = ("kept", "pairs", "tokens")
+
+    def __init__(self, tokens: float, pairs: float, kept: float) -> None:
+        self.tokens: Final = tokens
+        self.pairs: Final = pairs
+        self.kept: Final = kept
+
+
+class _Counted:
+    """The counts as they were at time `now`; `unanswered`: tokens touched and not since."""
+
+    __slots__ = ("now", "open", "pairs", "tokens", "unanswered")
+
+    def __init__(
+        self, now: float, unanswered: float, tokens: list[float], pairs: list[float], open_slots: dict[int, int]
+    ) -> None:
+        self.now: Final = now
+        self.unanswered: Final = unanswered
+        self.tokens: Final = tokens
+        self.pairs: Final = pairs
+        self.open: Final = open_slots
+
+    def beyond(self, gap_bin: int) -> _Beyond:
+        tokens = pairs = recent = 0.0
+        for longer in range(NUM_BINS - 1, gap_bin, -1):
+            tokens += self.tokens[longer]
+            pairs += self.pairs[longer]
+        end_s = _end_of(gap_bin)
+        for slot in reversed(self.open):  # touched no longer ago than the bin reaches: not answered yet
+            age_s = max(self.now - (slot + 0.5) * SLOT_S, 0.0)
+            if age_s > end_s:
+                break
+            recent += self.open[slot] * pow(0.5, age_s / HALF_LIFE_S)
+        # what came back too late has had its time; decay may have left a little less of it than of the others
+        return _Beyond(tokens, pairs, max(self.unanswered + tokens - recent, tokens))
 
 
 class Retouches:
@@ -47,7 +88,8 @@ class Retouches:
         self._pairs = [0.0] * NUM_BINS
         self._decayed_at: float | None = None
         self._num_prompts = 0
-        self._beyond: list[tuple[float, float, float]] = []  # per bin: tokens, pairs re-touched beyond it; tokens kept
+        self._counted: _Counted | None = None
+        self._beyond: dict[int, _Beyond] = {}  # of what is counted, by bin, as far as asked for
 
     def touched(self, chain: PrefixChain, now: float) -> None:
         """A prompt was sent somewhere."""
@@ -73,38 +115,27 @@ class Retouches:
         while len(self._last) > self._max_tracked:
             self._last.popitem(last=False)
         if self._num_prompts % SUMS_EVERY == 0:
-            self._sum(now)
+            self._count(now)
         self._num_prompts += 1
 
     def lost_s(self, idle_s: float, rates: Rates) -> float:
         """S(idle_s): expected seconds lost for each token evicted after lying idle for `idle_s`."""
-        if not self._beyond:
+        counted = self._counted
+        if counted is None:
             return 0.0
-        tokens, pairs, kept = self._beyond[_bin_of(idle_s)]
-        return (rates.linear_s * tokens + rates.quadratic_s * pairs) / kept if tokens else 0.0
+        gap_bin = _bin_of(idle_s)
+        beyond = self._beyond.get(gap_bin)
+        if beyond is None:
+            beyond = self._beyond[gap_bin] = counted.beyond(gap_bin)
+        if not beyond.tokens:
+            return 0.0
+        return (rates.linear_s * beyond.tokens + rates.quadratic_s * beyond.pairs) / beyond.kept
 
-    def _sum(self, now: float) -> None:
-        tokens = pairs = 0.0
+    def _count(self, now: float) -> None:
+        """What is asked from now on is answered by the counts as they are."""
         unanswered = self._touched - sum(self._tokens)
-        beyond = []
-        for gap_bin, recent in zip(reversed(range(NUM_BINS)), self._recent(now), strict=True):
-            # what came back too late has had its time; decay may have left a little less of it than of the others
-            beyond.append((tokens, pairs, max(unanswered + tokens - recent, tokens)))
-            tokens += self._tokens[gap_bin]
-            pairs += self._pairs[gap_bin]
-        self._beyond = beyond[::-1]
-
-    def _recent(self, now: float) -> list[float]:
-        """For every bin, the last one first: tokens touched no longer ago than it reaches and not since."""
-        gap_bin, total, recent = 0, 0.0, []
-        for slot in reversed(self._open):
-            age_s = max(now - (slot + 0.5) * SLOT_S, 0.0)
-            while gap_bin < NUM_BINS and age_s > _end_of(gap_bin):
-                recent.append(total)
-                gap_bin += 1
-            total += self._open[slot] * 0.5 ** (age_s / HALF_LIFE_S)
-        recent += [total] * (NUM_BINS - gap_bin)
-        return recent[::-1]
+        self._counted = _Counted(now, unanswered, self._tokens[:], self._pairs[:], self._open.copy())
+        self._beyond.clear()
 
     def _decay(self, now: float) -> None:
         if self._decayed_at is None:

@@ -31,7 +31,7 @@ def test_a_block_asked_for_again_after_longer_than_its_idle_age_is_worth_its_rec
         retouches.touched(prompt(chr(300 + i) * 2), float(i))
     for i in range(0, 16, 2):
         retouches.touched(prompt(chr(300 + i) * 2), 100.0 + i)
-    retouches._sum(200.0)
+    retouches._count(200.0)
     # 48 blocks touched; 16 of them again after 100 s, half first blocks and half second ones: of those that lay
     # idle for 10 s none had come back before, and one third of all touches was
     per_token = RATES.linear_s + RATES.quadratic_s * (0.5 * 256 + 0.5 * 768)
@@ -44,7 +44,7 @@ def test_touches_answered_within_the_age_are_no_longer_at_risk() -> None:
     retouches = Retouches()
     for second in range(20):  # one block every second: no gap is longer
         retouches.touched(prompt("x"), float(second))
-    retouches._sum(30.0)
+    retouches._count(30.0)
     assert retouches.lost_s(0.25, RATES) == pytest.approx(19 / 20 * (RATES.linear_s + 256 * RATES.quadratic_s))
     assert retouches.lost_s(2.0, RATES) == 0.0
 
@@ -53,12 +53,12 @@ def test_what_was_touched_a_moment_ago_is_not_counted_as_forgotten() -> None:
     retouches = Retouches()
     for second in range(0, 40, 2):  # everything is asked for again after 20 s
         retouches.touched(prompt(chr(300 + second % 20)), float(second))
-    retouches._sum(40.0)
+    retouches._count(40.0)
     # twenty touches, ten of them answered; of the other ten five came less than 10 s ago and say nothing yet
     assert retouches.lost_s(10.0, RATES) == pytest.approx(
         (RATES.linear_s + 256 * RATES.quadratic_s) * 10 / 15, rel=0.01
     )
-    retouches._sum(60.0)  # now they should have, and haven't
+    retouches._count(60.0)  # now they should have, and haven't
     assert retouches.lost_s(10.0, RATES) == pytest.approx((RATES.linear_s + 256 * RATES.quadratic_s) / 2, rel=0.05)
 
 
@@ -68,8 +68,8 @@ def test_one_key_in_a_unit_stands_for_blocks_smaller_than_it() -> None:
     for at in (0.0, 50.0):
         large.touched(PrefixChain(fine[31::32], 512, 2048), at)
         small.touched(PrefixChain(fine, 16, 2048), at)
-    large._sum(100.0)
-    small._sum(100.0)
+    large._count(100.0)
+    small._count(100.0)
     assert small.lost_s(10.0, RATES) == pytest.approx(large.lost_s(10.0, RATES))
     assert len(small._last) == 4
 
@@ -110,7 +110,7 @@ def test_counts_agree_with_every_touch_remembered(steps: list[tuple[str, float]]
             if key in last:
                 gaps.append((_bin_of(now - last[key]), place))
             last[key] = now
-    retouches._sum(now)
+    retouches._count(now)
     retouches.check_invariants()
     beyond = [place for gap_bin, place in gaps if gap_bin > age_bin]
     ages = [max(now - (int(at / SLOT_S) + 0.5) * SLOT_S, 0.0) for at in last.values()]
