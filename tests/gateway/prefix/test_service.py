@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import random
+import time
 from collections.abc import AsyncIterator
 from typing import Any
 
@@ -197,6 +198,23 @@ async def test_a_slow_template_moves_to_a_thread(service: PrefixService, monkeyp
     for _ in range(2):
         assert await service.chains(chat("x"), [tokens.key_space])
     assert service.stats().num_threaded == 1
+
+
+async def test_a_machine_that_is_busy_does_not_make_a_template_slow(
+    service: PrefixService, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    tokens = await service.register(A, "m", tiny_bundle(), 4)
+    [built] = service._vocabularies.values()
+    pieces, away_s = built.result()._pieces, 2 * vocabulary.SLOW_RENDER_S
+
+    def interrupted(source: PromptSource) -> list[str]:
+        time.sleep(away_s)  # others have the processor meanwhile
+        return pieces(source)
+
+    monkeypatch.setattr(built.result(), "_pieces", interrupted)
+    for _ in range(2):
+        assert await service.chains(chat("x"), [tokens.key_space])
+    assert service.stats().num_threaded == 0
 
 
 async def test_a_cancelled_caller_leaves_the_service_whole(service: PrefixService) -> None:
