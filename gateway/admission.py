@@ -15,22 +15,25 @@ from __future__ import annotations
 import asyncio
 import resource
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Final
 
 from engine_worker.contract.errors import ApiError
 from policies.fair import FairQueue
 
-RETRY_AFTER_S = 2.0
-_FDS_KEPT = 128  # for listening, polls, feeds, logs and files
+RETRY_AFTER_S: Final = 2.0
+_FDS_KEPT: Final = 128  # for listening, polls, feeds, logs and files
 
 
-class Claim(NamedTuple):
+class Claim:
     """Whose request it is, for which model, and the service that it is expected to take, in tokens."""
 
-    tenant: str = ""
-    weight: float = 1.0
-    model: str = ""
-    cost: float = 0.0
+    __slots__ = ("cost", "model", "tenant", "weight")
+
+    def __init__(self, tenant: str = "", weight: float = 1.0, model: str = "", cost: float = 0.0) -> None:
+        self.tenant: Final = tenant
+        self.weight: Final = weight
+        self.model: Final = model
+        self.cost: Final = cost
 
 
 ANYONE = Claim()

@@ -23,6 +23,7 @@ import math
 from collections.abc import Sequence
 from operator import mul
 from statistics import median
+from typing import Final
 
 from policies.types import Rates
 
@@ -30,17 +31,17 @@ PREFILL_PRIOR = (0.01, 1e-4, 2e-9)  # s a request, s a token, s an attended pair
 DECODE_PRIOR = (0.02, 1e-7)  # s a step, s a KV token
 DEFAULT_RATES = Rates(*PREFILL_PRIOR, decode_step_s=DECODE_PRIOR[0], decode_kv_s=DECODE_PRIOR[1])
 
-NUM_SCALING = 5  # observations that set the prior's scale
-PRIOR_WEIGHT = 0.05  # in observations: a prior wrong by a half, where observations err by a tenth
-DECAY = 0.97  # a window of about 33 observations
-HUBER = 0.5  # relative error from which on an observation counts less
-SHIFT = 4  # as many outliers in a row are no outliers: the replica has become slower
-DRIFT = 1.2
-SWEEPS = 12
-SETTLED = 1e-4  # a sweep that moves no coefficient by more of its prior is the last
-TYPICAL_WEIGHT = 0.1
-ALIKE = 1.33  # replicas this close in speed are taken for equal
-MIN_OUTPUT_TOKENS = 8  # fewer say little about the decode step
+NUM_SCALING: Final = 5  # observations that set the prior's scale
+PRIOR_WEIGHT: Final = 0.05  # in observations: a prior wrong by a half, where observations err by a tenth
+DECAY: Final = 0.97  # a window of about 33 observations
+HUBER: Final = 0.5  # relative error from which on an observation counts less
+SHIFT: Final = 4  # as many outliers in a row are no outliers: the replica has become slower
+DRIFT: Final = 1.2
+SWEEPS: Final = 12
+SETTLED: Final = 1e-4  # a sweep that moves no coefficient by more of its prior is the last
+TYPICAL_WEIGHT: Final = 0.1
+ALIKE: Final = 1.33  # replicas this close in speed are taken for equal
+MIN_OUTPUT_TOKENS: Final = 8  # fewer say little about the decode step
 
 
 class RobustFit:

@@ -14,7 +14,6 @@ Fairness in Serving Large Language Models, OSDI 2024.)
 from __future__ import annotations
 
 from collections import OrderedDict, deque
-from dataclasses import dataclass, field
 from typing import Generic, TypeVar
 
 OUTPUT_WEIGHT = 2.0
@@ -23,15 +22,17 @@ MAX_IDLE = 4096  # tenants remembered that neither wait nor are served
 T = TypeVar("T")
 
 
-@dataclass(slots=True, eq=False)
 class _Tenant(Generic[T]):
     """`counter` is the service charged for, `pending` the part of it that is an estimate still."""
 
-    counter: float
-    weight: float
-    pending: float = 0.0
-    num_served: int = 0
-    waiting: deque[tuple[T, float]] = field(default_factory=deque)
+    __slots__ = ("counter", "num_served", "pending", "waiting", "weight")
+
+    def __init__(self, weight: float) -> None:
+        self.counter = 0.0
+        self.weight = weight
+        self.pending = 0.0
+        self.num_served = 0
+        self.waiting: deque[tuple[T, float]] = deque()
 
     @property
     def settled(self) -> float:
@@ -127,7 +128,7 @@ class FairQueue(Generic[T]):
     def _entry(self, tenant: str, weight: float) -> _Tenant[T]:
         entry = self._tenants.get(tenant)
         if entry is None:
-            entry = self._tenants[tenant] = _Tenant(0.0, weight)
+            entry = self._tenants[tenant] = _Tenant(weight)
             if len(self._tenants) > MAX_IDLE:
                 self._forget()
         elif not entry.num_served:

@@ -26,7 +26,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from math import inf
-from typing import NamedTuple
+from typing import Final, NamedTuple
 
 from policies.cost import SpeedModel
 from policies.events import StatsReported
@@ -34,9 +34,9 @@ from policies.lease import Lease
 from policies.types import Rates
 from policies.work_clock import WorkClock
 
-FOREIGN_TTL_S = 30.0
-GROUP_SHARE = 0.1
-GROUP_MIN_S = 0.002
+FOREIGN_TTL_S: Final = 30.0
+GROUP_SHARE: Final = 0.1
+GROUP_MIN_S: Final = 0.002
 
 
 @dataclass(slots=True)

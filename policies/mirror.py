@@ -8,18 +8,19 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator, Sequence
+from typing import Final
 
 from policies.block_runs import Hold, Run, RunTable, common_length
 from policies.types import BlockKey
 
-SHRINK = 0.98
-GROW = 1.002
-SHORTFALL_BLOCKS = 4
-FLOOR_KNOWN = 0.5  # of a capacity that the replica told
-FLOOR_GUESSED = 1 / 32
-TRUST_WEIGHT = 0.2
-IDLE_SHARE = 0.1
-AUTHORITATIVE_SLACK = 2.0  # bound on what events may claim, in capacities
+SHRINK: Final = 0.98
+GROW: Final = 1.002
+SHORTFALL_BLOCKS: Final = 4
+FLOOR_KNOWN: Final = 0.5  # of a capacity that the replica told
+FLOOR_GUESSED: Final = 1 / 32
+TRUST_WEIGHT: Final = 0.2
+IDLE_SHARE: Final = 0.1
+AUTHORITATIVE_SLACK: Final = 2.0  # bound on what events may claim, in capacities
 
 
 class Mirror:

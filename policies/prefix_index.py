@@ -23,13 +23,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from math import inf
+from typing import Final
 
 from policies.block_runs import Hold, RunTable
 from policies.mirror import Mirror
 from policies.types import BlockKey, ReplicaId
 
-FULL_TRUST = 0.9
-FULL_SHARE = 0.95  # from here on a mirror counts as full
+FULL_TRUST: Final = 0.9
+FULL_SHARE: Final = 0.95  # from here on a mirror counts as full
 
 
 class PrefixIndex:

@@ -7,10 +7,12 @@ and does not forget it between two requests where there is little.
 
 from __future__ import annotations
 
+from typing import Final
+
 from policies.replica import Replica
 
-OUTPUT_WEIGHT = 0.05  # of a new request in the mean output
-QUEUE_WINDOW = 25
+OUTPUT_WEIGHT: Final = 0.05  # of a new request in the mean output
+QUEUE_WINDOW: Final = 25
 
 
 class Usual:

@@ -41,11 +41,11 @@ from policies.decide import own_prefill_s, pick
 from policies.types import Decision, FleetSnapshot, LazyScores, ReplicaView, RouteRequest, Score
 from policies.warm_config import WarmConfig
 
-NAME = "warm"
-TIE_SHARE = 0.05
-TIE_S = 0.001
-BUSY_QUEUE = 0.5  # requests that wait at a replica; from there on a fleet is busy
-MAX_LATER = 8.0  # a queue longer than that says nothing more about what is to come
+NAME: Final = "warm"
+TIE_SHARE: Final = 0.05
+TIE_S: Final = 0.001
+BUSY_QUEUE: Final = 0.5  # requests that wait at a replica; from there on a fleet is busy
+MAX_LATER: Final = 8.0  # a queue longer than that says nothing more about what is to come
 
 
 @dataclass(init=False, slots=True)

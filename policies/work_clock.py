@@ -20,11 +20,12 @@ from __future__ import annotations
 
 from bisect import insort
 from math import inf, sqrt
+from typing import Final
 
 from policies.lease import Lease
 
-AGING = 0.05  # seconds of work that a second of waiting is worth to a bundled worker
-OVERRUN_SHARE = 0.5
+AGING: Final = 0.05  # seconds of work that a second of waiting is worth to a bundled worker
+OVERRUN_SHARE: Final = 0.5
 
 
 def place_of(at: float, prefill_s: float, step_tokens: int) -> float:

@@ -8,15 +8,15 @@ what it says. Separators are control characters, so that one message can hardly 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
 from gateway.prefix.keys import pack_ids
 from gateway.prefix.source import PromptSource
 
-_FIELD = "\x1f"
-_RECORD = "\x1e"
+_FIELD: Final = "\x1f"
+_RECORD: Final = "\x1e"
 
 
 def canonical_prompt(source: PromptSource) -> tuple[str, bytes | None]:
@@ -40,12 +40,13 @@ def chat_text(messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str
 
 
 def _message(message: Any) -> str:
-    if type(message) is not dict and not isinstance(message, Mapping):  # the first test is the cheap one
+    if not isinstance(message, dict) and not isinstance(message, Mapping):  # the first test is the cheap one
         return _json(message) + _RECORD
-    text = f"{message.get('role')}{_FIELD}{_content(message.get('content'))}"
-    if message.get("tool_calls"):
-        text += _FIELD + _json(message["tool_calls"])
-    return text + _RECORD
+    role, content, calls = message.get("role"), message.get("content"), message.get("tool_calls")
+    text = content if isinstance(content, str) else _content(content)
+    if calls:
+        return f"{role}{_FIELD}{text}{_FIELD}{_json(calls)}{_RECORD}"
+    return f"{role}{_FIELD}{text}{_RECORD}"
 
 
 def _content(content: Any) -> str:

@@ -15,20 +15,21 @@ import functools
 import sys
 from array import array
 from collections.abc import Iterable, Sequence
+from typing import Final
 
 from xxhash import xxh3_128_intdigest
 
 from policies.types import BlockKey, PrefixChain
 
-KEY_BYTES = 16
-ID_BYTES = 4
+KEY_BYTES: Final = 16
+ID_BYTES: Final = 4
 
 # So many blocks are looked up together before any of them is hashed by itself.
-STRIDE_BLOCKS = 8
-MAX_STRIDES = 8192  # in each generation: some 15 MB of keys at most, most of which the router's index has anyway
+STRIDE_BLOCKS: Final = 8
+MAX_STRIDES: Final = 8192  # in each generation: some 15 MB of keys at most, most of which the router's index has anyway
 
 # A text block stands for this many tokens: English text in BPE has close to four bytes a token.
-TEXT_BYTES_PER_TOKEN = 4
+TEXT_BYTES_PER_TOKEN: Final = 4
 
 
 def token_root(model: str, tokenizer: str, adapter: str = "", salt: str = "") -> BlockKey:

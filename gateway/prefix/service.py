@@ -13,6 +13,7 @@ import logging
 from collections.abc import Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Final
 
 import msgspec
 
@@ -26,7 +27,7 @@ from policies.types import BlockKey, KeySpace, PrefixChain, ReplicaId
 
 log = logging.getLogger(__name__)
 
-TEXT_BLOCK_TOKENS = 32
+TEXT_BLOCK_TOKENS: Final = 32
 
 
 @dataclass(frozen=True, slots=True)
@@ -210,18 +211,20 @@ def _cut(
     source: PromptSource, wanted: Sequence[Space], packed: Mapping[str, bytes | None]
 ) -> dict[KeySpace, PrefixChain]:
     """Chains in the `wanted` spaces; `packed` has the prompt's ids by tokenizer, None where it can't be rendered."""
-    kind, text = canonical_prompt(source) if any(not space.tokenizer for space in wanted) else ("", None)
+    kind, text = "", None
     result: dict[KeySpace, PrefixChain] = {}
     for space in wanted:
-        data = packed[space.tokenizer] if space.tokenizer else text
-        if data is None:
-            continue
         if space.tokenizer:
-            root = space.root(source.adapter, source.salt)
-            result[space.key_space] = token_chain(root, data, space.block_tokens)
-        else:
+            data = packed[space.tokenizer]
+            if data is not None:
+                root = space.root(source.adapter, source.salt)
+                result[space.key_space] = token_chain(root, data, space.block_tokens)
+            continue
+        if not kind:
+            kind, text = canonical_prompt(source)
+        if text is not None:
             root = text_root(kind, space.model, source.adapter, source.salt)
-            result[space.key_space] = text_chain(root, data, space.block_tokens)
+            result[space.key_space] = text_chain(root, text, space.block_tokens)
     return result
 
 

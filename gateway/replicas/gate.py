@@ -16,9 +16,11 @@ All yield where nobody else is left (router.py): a gate spreads traffic, it neve
 
 from __future__ import annotations
 
-OPEN_AFTER = 5
-OPEN_S = 5.0
-MAX_OPEN_S = 60.0
+from typing import Final
+
+OPEN_AFTER: Final = 5
+OPEN_S: Final = 5.0
+MAX_OPEN_S: Final = 60.0
 
 
 class Gate:

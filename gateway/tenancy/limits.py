@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
-from typing import NamedTuple
+from typing import Final
 
 from gateway.tenancy.keys import Limits
 
@@ -134,12 +134,15 @@ class Account:
         assert 0 <= self.base <= self.spent
 
 
-class Standing(NamedTuple):
+class Standing:
     """Where an account stands, for x-ratelimit-*. `reset_s`: until the bucket is full again."""
 
-    limit: int
-    remaining: int
-    reset_s: float
+    __slots__ = ("limit", "remaining", "reset_s")
+
+    def __init__(self, limit: int, remaining: int, reset_s: float) -> None:
+        self.limit: Final = limit
+        self.remaining: Final = remaining
+        self.reset_s: Final = reset_s
 
 
 def standings(accounts: Iterable[Account]) -> tuple[Standing | None, Standing | None]:

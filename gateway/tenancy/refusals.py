@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import lru_cache
 from math import ceil
 
 from engine_worker.contract.errors import ApiError
@@ -80,18 +81,19 @@ def rate_headers(accounts: Sequence[Account]) -> Headers:
     headers: Headers = []
     requests, tokens = standings(accounts)
     if requests is not None:
-        headers += (
-            (b"x-ratelimit-limit-requests", b"%d" % requests.limit),
-            (b"x-ratelimit-remaining-requests", b"%d" % requests.remaining),
-            (b"x-ratelimit-reset-requests", duration(requests.reset_s)),
-        )
+        headers.append(_limit(b"requests", requests.limit))
+        headers.append((b"x-ratelimit-remaining-requests", b"%d" % requests.remaining))
+        headers.append((b"x-ratelimit-reset-requests", duration(requests.reset_s)))
     if tokens is not None:
-        headers += (
-            (b"x-ratelimit-limit-tokens", b"%d" % tokens.limit),
-            (b"x-ratelimit-remaining-tokens", b"%d" % tokens.remaining),
-            (b"x-ratelimit-reset-tokens", duration(tokens.reset_s)),
-        )
+        headers.append(_limit(b"tokens", tokens.limit))
+        headers.append((b"x-ratelimit-remaining-tokens", b"%d" % tokens.remaining))
+        headers.append((b"x-ratelimit-reset-tokens", duration(tokens.reset_s)))
     return headers
+
+
+@lru_cache(maxsize=4096)
+def _limit(unit: bytes, limit: int) -> tuple[bytes, bytes]:
+    return b"x-ratelimit-limit-%b" % unit, b"%d" % limit
 
 
 def duration(seconds: float) -> bytes:

@@ -16,8 +16,7 @@ import logging
 import secrets
 import time
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from gateway.admission import Claim
 from gateway.answer import Headers, Scope
@@ -37,27 +36,32 @@ if TYPE_CHECKING:
     from gateway.tenancy.shared import SharedLimits
 
 _log = logging.getLogger("warmgate.tenants")
-EXPECTED_OUTPUT_TOKENS = 256  # of a request that sets no limit of its own
-_BYTES_PER_TOKEN = 4
-_LARGE_BODY_BYTES = 32 * 1024
-_TOKENS_PER_MEDIUM = 1024
+EXPECTED_OUTPUT_TOKENS: Final = 256  # of a request that sets no limit of its own
+_BYTES_PER_TOKEN: Final = 4
+_LARGE_BODY_BYTES: Final = 32 * 1024
+_TOKENS_PER_MEDIUM: Final = 1024
 _FREE = ("tokenize", "detokenize")
-_BEARER = b"bearer "
+_BEARER: Final = b"bearer "
 
 
-@dataclass(slots=True, eq=False)
 class Visit:
-    """A request that was admitted, until it is settled. `claim` is its turn in the queue."""
+    """A request that was admitted, until it is settled. `claim` is its turn in the queue; `is_shared`: Redis counts it;
+    `used` tokens and the `service` that these are, once it has ended."""
 
-    identity: Identity
-    request_id: str
-    claim: Claim
-    is_free: bool
-    tenancy: Tenancy
-    is_shared: bool = False
-    is_open: bool = True
-    used: int = 0
-    service: float = 0.0
+    __slots__ = (
+        "claim", "identity", "is_free", "is_open", "is_shared", "request_id", "service", "tenancy", "used",
+    )  # fmt: skip
+
+    def __init__(self, identity: Identity, request_id: str, claim: Claim, is_free: bool, tenancy: Tenancy) -> None:
+        self.identity: Final = identity
+        self.request_id: Final = request_id
+        self.claim: Final = claim
+        self.is_free: Final = is_free
+        self.tenancy: Final = tenancy
+        self.is_shared = False
+        self.is_open = True
+        self.used = 0
+        self.service = 0.0
 
     def end(self, record: RequestRecord, num_seen: int) -> None:
         """Settle what it used, as far as is known, once: before the client hears of its answer's end, since its next

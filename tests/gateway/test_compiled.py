@@ -13,13 +13,22 @@ from gateway import compiled
 
 # What a mistake in a compiled module would show in: state machines against their invariants and models, decisions.
 TESTS = (
-    "test_fleet.py",
-    "test_fleet_model.py",
-    "test_prefix_index_model.py",
-    "test_cost.py",
-    "test_policies.py",
-    "test_warm_config.py",
-    "test_warm_queue.py",
+    "policies/test_fair.py",
+    "policies/test_fleet.py",
+    "policies/test_fleet_model.py",
+    "policies/test_prefix_index_model.py",
+    "policies/test_cost.py",
+    "policies/test_policies.py",
+    "policies/test_warm_config.py",
+    "policies/test_warm_queue.py",
+    "policies/test_work_clock.py",
+    "gateway/test_admission.py",
+    "gateway/test_gate.py",
+    "gateway/test_router.py",
+    "gateway/prefix/test_keys.py",
+    "gateway/prefix/test_service.py",
+    "gateway/tenancy/test_limits.py",
+    "gateway/tenancy/test_live.py",
 )
 RUN = """
 import sys
@@ -87,7 +96,7 @@ def test_an_edited_source_has_no_build(tmp_path: Path, monkeypatch: pytest.Monke
     before = compiled.digest()
     for module in compiled.MODULES:
         copy = tmp_path / compiled.source(module).relative_to(compiled.ROOT)
-        copy.parent.mkdir(exist_ok=True)
+        copy.parent.mkdir(parents=True, exist_ok=True)
         copy.write_bytes(compiled.source(module).read_bytes())
     monkeypatch.setattr(compiled, "ROOT", tmp_path)
     assert compiled.digest() == before
@@ -107,6 +116,6 @@ def test_compiled_modules_pass_their_tests() -> None:
     """`make test` builds them first where it can."""
     if not compiled.folder().is_dir():
         pytest.skip("there is no build of these sources: python -m gateway.compiled")
-    folder = compiled.ROOT / "tests" / "policies"
+    folder = compiled.ROOT / "tests"
     done = run(RUN, *(str(folder / name) for name in TESTS))
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
