@@ -11,8 +11,9 @@ p_i  (`prefill`)     its own uncached prefill, quadratic attention included
                      when it drowns, and then spreading a prefix is what drowns it
      (`delay`)       p_i q_i: the q_i requests waiting there all wait p_i longer
 d_i  (`decode`)      seconds that its KV adds to the output of those running there: running requests, times expected
-                     output tokens, times decode seconds a KV token, times its tokens. kappa makes a second between
-                     tokens cheaper than a second before the first.
+                     output tokens, times decode seconds a KV token, times its tokens. And what it overtakes is computed
+                     while it decodes, between its own tokens. kappa makes a second between tokens cheaper than a
+                     second before the first.
 e_i  (`duplicates`)  what caching again pushes out of a full replica: the tokens that the best replica holds and this
                      one doesn't, times the seconds expected to be lost for each evicted there (retouch.py), times
                      2 + the mean queue, as whoever computes it again delays others too. A new prefix has to live
@@ -51,8 +52,8 @@ MAX_LATER: Final = 8.0  # a queue longer than that says nothing more about what 
 @dataclass(init=False, slots=True)
 class _Weights:
     """What is the same for all replicas: the weights of p, p q, d, and e for duplicates and new blocks, the longest
-    match, whether attention's quadratic term counts (1 or 0), the part of p's weight that is for those to come, and
-    whether what would be overtaken is left out."""
+    match, whether attention's quadratic term counts (1 or 0), the part of p's weight that is for those to come, whether
+    what would be overtaken is left out of the queue, and what it weighs among the decode seconds."""
 
     own: Final[float]
     delay: Final[float]
@@ -63,10 +64,11 @@ class _Weights:
     quadratic: Final[float]
     later: Final[float]
     overtake: Final[float]
+    beside: Final[float]
 
     def __init__(
         self, own: float, delay: float, decode: float, price: float, room: float, longest: int, quadratic: float,
-        later: float, overtake: float,
+        later: float, overtake: float, beside: float,
     ) -> None:  # fmt: skip
         self.own = own
         self.delay = delay
@@ -77,6 +79,7 @@ class _Weights:
         self.quadratic = quadratic
         self.later = later
         self.overtake = overtake
+        self.beside = beside
 
 
 class Warm:
@@ -115,7 +118,7 @@ class Warm:
     def _costs(self, views: tuple[ReplicaView, ...], weights: _Weights) -> list[float]:
         """The total of every replica. The same sum as in _scores, without names: this is the hot path."""
         own, delay, decode, longest = weights.own, weights.delay, weights.decode, weights.longest
-        overtake = weights.overtake
+        overtake = weights.overtake - weights.beside
         costs = []
         for view in views:
             rates, num_tokens, matched = view.rates, view.num_tokens, view.matched_tokens
@@ -144,7 +147,8 @@ class Warm:
                 "recompute": self._config.tau * prefill,
                 "later": weights.later * prefill,
                 "delay": weights.delay * prefill * view.num_waiting,
-                "decode": weights.decode * view.num_running * view.rates.decode_kv_s * view.num_tokens,
+                "decode": weights.decode * view.num_running * view.rates.decode_kv_s * view.num_tokens
+                + weights.beside * view.overtaken_s,
                 "duplicates": weights.price * view.eviction_s * (weights.longest - view.matched_tokens),
                 "room": weights.room * view.eviction_s * (view.num_tokens - weights.longest),
             }
@@ -163,6 +167,7 @@ class Warm:
             longest = max(longest, view.matched_tokens)
         reuse = 2.0 + num_waiting / len(views)
         later = config.later * min(fleet.typical_queue, MAX_LATER)
+        overtake = float(config.order and config.overtake)
         quiet = max(1.0 - fleet.typical_queue / BUSY_QUEUE, 0.0)
         return _Weights(
             1.0 + config.tau + later,
@@ -173,7 +178,8 @@ class Warm:
             longest,
             float(config.quadratic),
             later,
-            float(config.order and config.overtake),
+            overtake,
+            config.kappa * overtake,
         )
 
 

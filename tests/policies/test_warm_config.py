@@ -38,8 +38,8 @@ def changed(config: WarmConfig) -> set[str]:
         (WarmConfig(delay=0.0), {"delay"}),
         (WarmConfig(later=3.0), {"later"}),
         (WarmConfig(duplicate_price=0.0), {"duplicates"}),
-        (WarmConfig(overtake=False), {"overtaken"}),
-        (WarmConfig(order=False), {"overtaken"}),  # the replica then serves in the order of arrival
+        (WarmConfig(overtake=False), {"overtaken", "decode"}),
+        (WarmConfig(order=False), {"overtaken", "decode"}),  # the replica then serves in the order of arrival
         (WarmConfig(room=0.5), set()),  # both are full
         (WarmConfig(quadratic=False), {"prefill", "recompute", "later", "delay"}),
     ],
@@ -191,9 +191,14 @@ def test_a_replica_is_told_the_work_that_is_left_of_the_prompt_there() -> None:
 
 @pytest.mark.parametrize(("overtake", "expected"), [(True, "a"), (False, "b")])
 def test_a_request_does_not_shun_a_queue_that_it_overtakes(overtake: bool, expected: str) -> None:
-    busy = view("a", matched_tokens=990, queued_prefill_s=3.0, num_waiting=1, overtaken_s=2.95)
+    busy = view("a", matched_tokens=990, queued_prefill_s=1.0, num_waiting=1, overtaken_s=0.95)
     snapshot = FleetSnapshot(0.0, 0, (busy, view("b")))
     decision = Warm(WarmConfig(overtake=overtake)).choose(request("r", "x"), snapshot, random.Random(0))
     assert decision.replica_id == expected
     work_s = RATES.prefill_s(13, 990) if overtake else RATES.prefill_s(1003, 0)
     assert decision.expected_ttft_s == pytest.approx(work_s + (0.05 if overtake else 0.0))
+
+
+def test_what_is_overtaken_stands_between_the_later_tokens() -> None:
+    beside = [each.terms["decode"] for each in scores(WarmConfig(), view("a", overtaken_s=3.0), view("b"))]
+    assert beside == pytest.approx([WarmConfig().kappa * 3.0, 0.0])
