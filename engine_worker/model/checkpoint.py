@@ -86,7 +86,7 @@ def load_checkpoint(
     stored = stored_dtype(text_config, headers)
     # The CPU's kernels multiply narrow weights by float32 activations, so nothing is gained by another type.
     asked = "float32" if config.quantization and config.dtype == "auto" and device.type == "cpu" else config.dtype
-    dtype, warning = choose_dtype(asked, stored, device)
+    dtype, warning = choose_dtype(asked, stored, device, hidden_size=getattr(text_config, "hidden_size", None))
     max_model_len = choose_max_model_len(config.max_model_len, text_config, source.name)
     details = [line for line in (source.detail, warning) if line]
     if warning:

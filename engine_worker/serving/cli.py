@@ -33,7 +33,7 @@ def parser() -> argparse.ArgumentParser:
     add("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
     add("--port", type=_port, default=8101, help="port to listen on (default %(default)s)")
     add("--served-model-name", action="append", metavar="NAME", help="name in the API; repeat for aliases")
-    add("--dtype", choices=_DTYPES, default="auto", help="type of weights and KV cache (default %(default)s)")
+    add("--dtype", choices=_DTYPES, default="auto", help="type of weights and KV cache (default: what is fast here)")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto", help="where to run (default %(default)s)")
     add("--load-format", choices=("auto", "dummy"), default="auto", help="dummy: random weights from the config")
     add("--block-size", type=_positive, default=16, help="tokens of a KV block (default %(default)s)")

@@ -106,6 +106,31 @@ def test_dtype_is_native_to_the_device(
     assert choose_dtype(requested, stored, torch.device(device), cpu_bf16=has_bf16) == (expected, "")
 
 
+@pytest.mark.parametrize(
+    ("hidden_size", "stored", "expected"),
+    [
+        (1024, torch.bfloat16, torch.float32),
+        (2048, torch.bfloat16, torch.bfloat16),
+        (2048, torch.float16, torch.float32),
+    ],
+)
+def test_narrow_models_run_in_float32_where_the_kernels_are_faster(
+    hidden_size: int, stored: torch.dtype, expected: torch.dtype
+) -> None:
+    where = torch.device("cpu")
+    assert choose_dtype("auto", stored, where, hidden_size=hidden_size, cpu_bf16=True) == (expected, "")
+    asked = choose_dtype("bfloat16", stored, where, hidden_size=hidden_size, cpu_bf16=True)
+    assert asked == (torch.bfloat16, "")
+
+
+def test_a_checkpoints_width_counts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("engine_worker.model.checkpoint_dtype.cpu_has_bf16", lambda: True)
+    save_checkpoint(tmp_path, dtype=torch.bfloat16)
+    for dtype, expected in (("auto", torch.float32), ("bfloat16", torch.bfloat16)):
+        config = EngineConfig(model=str(tmp_path), device="cpu", dtype=dtype)
+        assert load_checkpoint(config, "sdpa", lambda line: None).dtype == expected
+
+
 @pytest.mark.parametrize("requested", ["bfloat16", "float16"])
 def test_a_slow_dtype_is_allowed_with_a_warning(requested: str) -> None:
     dtype, warning = choose_dtype(requested, torch.float32, torch.device("cpu"), cpu_bf16=False)
