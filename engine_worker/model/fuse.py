@@ -13,7 +13,7 @@ self-test's reference, for one) a fused layer runs its own code.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -45,7 +45,9 @@ class FusedLayer:
 
     def __init__(self, layer: nn.Module, parts: LayerParts, backend: NativeBackend) -> None:
         self.parts = parts
-        self._own: Callable[..., Any] = layer.forward
+        # The layer holds this object by its forward: held in turn it would be a cycle, whose weights (all of a model's)
+        # stay until the garbage collector looks through everything there is.
+        self._layers_own = weakref.WeakMethod(layer.forward)
         self._backend = backend
         self._shape = LayerShape(parts.num_kv_heads, parts.head_dim, parts.head_dim)
         q_norm, k_norm = parts.q_norm, parts.k_norm
@@ -73,6 +75,12 @@ class FusedLayer:
             return self._own(hidden_states, *args, **kwargs)
         out = self.run(hidden_states, kwargs, context)
         return self._own(hidden_states, *args, **kwargs) if out is None else out
+
+    def _own(self, *args: Any, **kwargs: Any) -> Any:
+        """What the layer does by itself."""
+        forward = self._layers_own()
+        assert forward is not None, "a layer that is gone was called"
+        return forward(*args, **kwargs)
 
     def run(self, hidden: Tensor, kwargs: dict[str, Any], context: StepContext) -> Tensor | None:
         """The layer's output [1, T, H], or None where these arguments are not for the kernels."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import re
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -65,6 +67,22 @@ def test_a_loaded_model_executes_plans(tmp_path: Path) -> None:
     assert runner.execute(plan).sampled["r"].token_id == first
     runner.release("r")
     runner.check_invariants()
+
+
+@pytest.mark.parametrize("quantization", ["", "int8"])
+def test_the_memory_of_a_model_that_nobody_has_is_free_at_once(quantization: str, tmp_path: Path) -> None:
+    """Without a garbage collection, which may be long in coming: a fused layer must not hold itself."""
+    config = replace(config_for(tmp_path, "llama"), quantization=quantization)
+    runner = load_model(config, lambda line: None)
+    parts = [weakref.ref(part) for part in runner._model.module.modules()]
+    assert len(parts) > 20
+    gc.collect()
+    gc.disable()
+    try:
+        del runner
+        assert [part() for part in parts if part() is not None] == []
+    finally:
+        gc.enable()
 
 
 def test_the_cache_root_tells_apart_what_must_not_share_blocks(tmp_path: Path) -> None:
