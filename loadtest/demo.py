@@ -22,6 +22,7 @@ from rich.table import Table
 from loadtest.client import chat
 from loadtest.conversations import Script, Shape, play, write_script
 from loadtest.demo_fleet import Fleet, FleetFailed, running_fleet
+from loadtest.ending import interrupted_by_signals
 from loadtest.records import Record, Summary, summarize
 
 BASELINE, OURS = "round_robin", "warm"
@@ -38,6 +39,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     script = write_script(shape)
     records: dict[str, list[Record]] = {}
+    interrupted_by_signals()
     for policy in (BASELINE, OURS):
         console.print(f"{policy}: starting {options.workers} workers with empty caches ...")
         try:
@@ -46,6 +48,8 @@ def main(arguments: list[str] | None = None) -> int:
         except FleetFailed as problem:
             print(problem, file=sys.stderr)
             return 1
+        except KeyboardInterrupt:
+            return 130
     summaries = {policy: summarize(runs) for policy, runs in records.items()}
     console.print(table(summaries[BASELINE], summaries[OURS], options.workers))
     console.print(describe(shape, options.workers, summaries[OURS]))

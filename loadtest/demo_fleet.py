@@ -15,6 +15,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
+from loadtest.ending import bound_to_us
+
 START_LIMIT_S = 900.0
 
 
@@ -38,7 +40,7 @@ def running_fleet(policy: str, model: str, num_workers: int, worker_args: tuple[
     ]
     with tempfile.NamedTemporaryFile(prefix="warmgate-demo-", suffix=".log") as output:
         process = subprocess.Popen(
-            command, stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, process_group=0
+            bound_to_us(command), stdin=subprocess.DEVNULL, stdout=output, stderr=subprocess.STDOUT, process_group=0
         )
         try:
             yield _wait_ready(process, Path(output.name))
@@ -59,12 +61,16 @@ def _wait_ready(process: subprocess.Popen[bytes], output: Path) -> Fleet:
 
 
 def _stop(process: subprocess.Popen[bytes]) -> None:
+    """Asked first; killed when it takes too long or we are interrupted once more. Its children die with it."""
     process.send_signal(signal.SIGTERM)
     try:
         process.wait(30)
     except subprocess.TimeoutExpired:
-        os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
+        pass
+    finally:
+        if process.returncode is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            process.wait()
 
 
 def _free_port() -> int:

@@ -27,6 +27,7 @@ from typing import Any
 
 import aiohttp
 
+from loadtest.ending import bound_to_us, interrupted_by_signals
 from loadtest.tiny_llama import write_tiny_llama
 
 _MODEL = "soak"
@@ -253,12 +254,13 @@ async def with_worker(num_requests: int, concurrency: int, seed: int, *options: 
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        process = await asyncio.create_subprocess_exec(
+        command = (
             sys.executable, "-m", "engine_worker", "--model", str(model), "--load-format", "dummy", "--port", str(port),
             "--kv-cache-memory", "256KiB", "--max-model-len", "1024",
             "--max-num-batched-tokens", "64", "--threads", "1",
             "--speculative", "ngram", "--ngram-min", "1", "--always-speculate", *options,
         )  # fmt: skip
+        process = await asyncio.create_subprocess_exec(*bound_to_us(command), process_group=0)
         try:
             url = f"http://127.0.0.1:{port}"
             await _until_ready(url, process)
@@ -287,11 +289,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--concurrency", type=int, default=24, help="clients at once (default %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the mix (default %(default)s)")
     args = parser.parse_args(argv)
+    interrupted_by_signals()
     try:
         tally = asyncio.run(with_worker(args.requests, args.concurrency, args.seed))
     except RuntimeError as error:
         print(f"soak: {error}", file=sys.stderr)
         return 1
+    except KeyboardInterrupt:
+        return 130
     print(f"{tally.num_sequences} sequences; " + ", ".join(f"{n} {what}" for what, n in tally.outcomes.items()))
     for complaint in tally.complaints[:20]:
         print(complaint, file=sys.stderr)

@@ -32,6 +32,7 @@ from rich.table import Table
 
 from engine_worker.contract.state import WorkerState
 from loadtest.demo_fleet import Fleet, FleetFailed, running_fleet
+from loadtest.ending import interrupted_by_signals
 from loadtest.fleet.driver import Driver, Replayed
 from loadtest.fleet.text import Wording
 from loadtest.fleet.wall import WallClock
@@ -102,6 +103,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0 when both targets are met, 1 otherwise."""
     options = parser().parse_args(arguments)
     console = Console(stderr=True)
+    interrupted_by_signals()
     worker_args = (
         *("--block-size", str(BLOCK_SIZE), "--max-num-batched-tokens", str(options.token_budget)),
         *("--threads", str(options.threads), "--kv-cache-memory", options.kv_cache_memory),

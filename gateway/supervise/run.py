@@ -35,8 +35,9 @@ class Driver:
 
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            loop.add_signal_handler(number, self._asked_to_stop)
+        for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
+            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's SIGHUP
+                loop.add_signal_handler(number, self._asked_to_stop)
         timeout = httpx.Timeout(5.0)
         async with httpx.AsyncClient(timeout=timeout, trust_env=False) as client:
             self._client = client

@@ -15,7 +15,6 @@ import argparse
 import asyncio
 import json
 import random
-import signal
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict
@@ -29,6 +28,7 @@ from rich.table import Table
 from loadtest.chaos.engines import TINY
 from loadtest.chaos.processes import NotStarted
 from loadtest.chaos.run import Options, Result, run
+from loadtest.ending import interrupted_by_signals
 
 DEFAULT_REQUESTS = 1000
 _MAX_SHOWN = 20
@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         calm=given.calm,
         folder=given.keep,
     )
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # processes are ended on the way out
+    interrupted_by_signals()
     tell = _quiet if given.quiet else _to_stderr
     try:
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:

@@ -18,6 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from loadtest.ending import interrupted_by_signals
 from loadtest.fleet.gateways import DEFAULT_PEERS, GatewayFailed, kind_of
 from loadtest.fleet.report import doubts, table, write_json
 from loadtest.fleet.runs import SIM, FakesFailed, Plan, Row, run
@@ -35,6 +36,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
     console = Console(stderr=True)
     rows: list[Row] = []
+    interrupted_by_signals()
     try:
         names = check_gateways(options.gateways)
         plan = plan_of(options)

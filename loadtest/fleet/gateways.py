@@ -28,6 +28,7 @@ from pathlib import Path
 
 import httpx
 
+from loadtest.ending import bound_to_us
 from loadtest.fleet.replica import Manner
 
 START_LIMIT_S = 90.0
@@ -95,7 +96,7 @@ def running_gateway(
         log = Path(folder) / "log"
         with log.open("wb") as output:
             process = subprocess.Popen(
-                command,
+                bound_to_us(command),
                 stdin=subprocess.DEVNULL,
                 stdout=output,
                 stderr=subprocess.STDOUT,

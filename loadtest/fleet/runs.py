@@ -15,6 +15,7 @@ from typing import Any
 
 import httpx
 
+from loadtest.ending import bound_to_us
 from loadtest.fleet.driver import ChatSpeech, Driver, Replayed
 from loadtest.fleet.gateways import Running, Upstream, cpu_seconds, kind_of, running_gateway
 from loadtest.fleet.replica import Manner
@@ -113,7 +114,7 @@ def running_fakes(plan: Plan, manner: Manner) -> Iterator[tuple[list[Upstream], 
         *("--compress", str(wording.compress), "--speedup", str(plan.speedup), "--manner", manner),
         *("--model", MODEL, "--token-budget", str(fleet.token_budget), "--max-num-seqs", str(fleet.max_num_seqs)),
     ]
-    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
+    process = subprocess.Popen(bound_to_us(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
     assert process.stdin is not None
     assert process.stdout is not None
     try:

@@ -21,6 +21,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from engine_worker.core.limits import JOINT_PREFILL_TOKENS
+from loadtest.ending import interrupted_by_signals
 from loadtest.sim.gpus import TOKEN_BUDGET, parse_fleet
 from loadtest.sim.pooled import NAME as POOLED
 from loadtest.sim.report import BASELINE, objects, show, write_json
@@ -37,6 +38,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0 when all went well, 1 with one sentence on stderr otherwise."""
     options = parser().parse_args(arguments)
     console = Console(stderr=True)
+    interrupted_by_signals()
     try:
         outcomes, label_name = simulate(options, console)
         title = f"{options.trace.name}, {_fleet_title(options)}"

@@ -21,6 +21,7 @@ from typing import Any
 
 from rich.console import Console
 
+from loadtest.ending import interrupted_by_signals
 from loadtest.sim.cli import bounded_policy, check_policies, run_with_bar, table_console
 from loadtest.sim.gpus import gpu_named
 from loadtest.sim.report import objects, show, write_json
@@ -63,6 +64,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """0 when all went well, 1 with one sentence on stderr otherwise."""
     options = _parser().parse_args(arguments)
     console = Console(stderr=True)
+    interrupted_by_signals()
     try:
         policies = check_policies(options.policies)
         names = options.scenarios.split(",")

@@ -8,7 +8,9 @@ from __future__ import annotations
 import contextlib
 import gc
 import multiprocessing
+import os
 import queue
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, ProcessPoolExecutor, wait
 from dataclasses import dataclass
@@ -97,9 +99,9 @@ def run_all(tasks: Sequence[Task], num_processes: int, progress: Progress | None
     context = multiprocessing.get_context("spawn")
     news: Any = context.Queue()
     with ProcessPoolExecutor(num_processes, context, _initialize, (news,)) as pool:
-        futures = {pool.submit(_run_told, index, task): index for index, task in enumerate(tasks)}
-        pending = set(futures)
         try:
+            futures = {pool.submit(_run_told, index, task): index for index, task in enumerate(tasks)}
+            pending = set(futures)
             while pending:
                 done, pending = wait(pending, timeout=0.2, return_when=FIRST_COMPLETED)
                 _pass_on(news, progress)
@@ -115,8 +117,17 @@ def run_all(tasks: Sequence[Task], num_processes: int, progress: Progress | None
 
 
 def _initialize(news: Any) -> None:
+    """Of a pool's process, which would wait for ever for work from a parent that was killed."""
     global _told
     _told = news
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_end_after, args=(parent.join,), daemon=True).start()
+
+
+def _end_after(parent_ends: Callable[[], None]) -> None:
+    parent_ends()
+    os._exit(1)
 
 
 def _run_told(index: int, task: Task) -> Outcome:

@@ -25,6 +25,7 @@ import httpx
 import uvloop
 
 from loadtest.chaos.processes import NotStarted, free_ports, make_gateway, make_worker
+from loadtest.ending import interrupted_by_signals
 from loadtest.streams.measure import Failed, Idle, Memory, Slow, idle, memory, slow
 
 NUM_WORKERS = 2
@@ -39,6 +40,7 @@ _FLAGS = ("--policy", "round_robin", "--stream-idle-s", "3600", "--first-token-s
 
 def main(arguments: Sequence[str] | None = None) -> int:
     options = parser().parse_args(arguments)
+    interrupted_by_signals()
     try:
         _raise_fd_limit(options)
         with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
@@ -82,7 +84,6 @@ def _judged(result: Idle | Slow | Memory) -> list[tuple[str, str, str, bool]]:
 
 async def _run(options: argparse.Namespace) -> Any:
     """Start a gateway over scripted workers, measure, end them. Raises NotStarted, Failed, OSError."""
-    signal.signal(signal.SIGTERM, signal.default_int_handler)
     ports = free_ports(NUM_WORKERS + 1)
     token_s = IDLE_TOKEN_S if options.command == "idle" else 0.0
     command = [sys.executable, "-m", "loadtest.fake_worker", "--state", "--token-s", str(token_s)]

@@ -186,11 +186,12 @@ def start(stories: dict[str, str], folder: Path = Path("/nonexistent")) -> Proce
 
 
 class TestDriver:
-    def test_prints_how_to_call_it_when_all_are_ready_and_stops_cleanly_on_ctrl_c(self) -> None:
+    @pytest.mark.parametrize("how", [signal.SIGINT, signal.SIGHUP])
+    def test_prints_how_to_call_it_when_all_are_ready_and_stops_cleanly_when_asked(self, how: signal.Signals) -> None:
         with start({"worker-1": "serve", "worker-2": "serve", "gateway": "serve"}) as up:
             up.until_output("Ctrl-C stops everything")
             assert "[ready] all well" in up.output
-            up.send(signal.SIGINT)
+            up.send(how)
             assert up.until_exit() == 0
 
     def test_a_missing_model_ends_it_with_the_workers_sentence_last(self) -> None:
