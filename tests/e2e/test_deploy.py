@@ -72,6 +72,14 @@ class TestFiles:
         for name in OURS:
             assert packages <= set(image_of(SERVICES[name]).copied)
 
+    def test_redis_keeps_the_keys_over_a_new_container(self) -> None:
+        redis = SERVICES["redis"]
+        flags = dict(zip(redis["command"][1::2], redis["command"][2::2], strict=True))
+        assert flags["--appendonly"] == "yes"
+        name, _, folder = redis["volumes"][0].partition(":")
+        assert name in COMPOSE["volumes"]
+        assert folder == flags["--dir"]
+
     def test_mounted_files_exist(self) -> None:
         for service in SERVICES.values():
             for volume in service.get("volumes", []):
