@@ -14,6 +14,8 @@ from __future__ import annotations
 
 import ctypes
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -49,9 +51,9 @@ class FusedLayer:
         # stay until the garbage collector looks through everything there is.
         self._layers_own = weakref.WeakMethod(layer.forward)
         self._backend = backend
-        self._shape = LayerShape(parts.num_kv_heads, parts.head_dim, parts.head_dim)
+        self.shape = LayerShape(parts.num_kv_heads, parts.head_dim, parts.head_dim)
         q_norm, k_norm = parts.q_norm, parts.k_norm
-        self._struct = LayerStruct(
+        self.struct = LayerStruct(
             qkv=parts.qkv.struct,
             out=parts.out.struct,
             gate_up=parts.gate_up.struct,
@@ -66,8 +68,9 @@ class FusedLayer:
             post_eps=parts.post_norm.eps,
             q_eps=0.0 if q_norm is None else q_norm.eps,
             k_eps=0.0 if k_norm is None else k_norm.eps,
+            scaling=parts.scaling,
         )
-        self._pointer = ctypes.pointer(self._struct)
+        self._pointer = ctypes.pointer(self.struct)
 
     def forward(self, hidden_states: Tensor, *args: Any, **kwargs: Any) -> Any:
         context = current_context()
@@ -96,17 +99,16 @@ class FusedLayer:
             if not isinstance(rotation, tuple) or rotation[0].shape != (1, batch.num_tokens, rotation[0].shape[2]):
                 return None
             cos, sin = rotation[0].contiguous(), rotation[1].contiguous()
-        keys, values = kv.ensure(parts.layer, self._shape, torch.float32)
+        keys, values = kv.ensure(parts.layer, self.shape, torch.float32)
         if not is_known(keys, values):
             return None
         context.calls.append(parts.layer)
         out = hidden.clone(memory_format=torch.contiguous_format)
-        call = batch.memo.get(("native call", id(ranges), self._shape, parts.num_heads))
+        call = batch.memo.get(("native call", id(ranges), self.shape, parts.num_heads))
         if call is None:
             call = self._backend.describe(batch, ranges, parts.num_heads, keys, values)
-            batch.memo[("native call", id(ranges), self._shape, parts.num_heads)] = call
-        call.scale = parts.scaling  # type: ignore[attr-defined]
-        struct = self._struct
+            batch.memo[("native call", id(ranges), self.shape, parts.num_heads)] = call
+        struct = self.struct
         struct.cache = cache_struct(keys, values)
         struct.rotary = 0 if cos is None else cos.shape[-1]
         is_finite = self._backend.library.layer(
@@ -124,31 +126,48 @@ class FusedLayer:
 
 
 @dataclass(slots=True)
-class _Seen:
-    """What the model handed to a layer in the trial, and what the layer's own code answered."""
+class Seen:
+    """What the model handed to one of its parts, and what the part's own code answered."""
 
     args: tuple[Any, ...] = ()
     kwargs: dict[str, Any] = field(default_factory=dict)
     output: Any = None
 
 
+@dataclass(frozen=True, slots=True)
+class Trial:
+    """One forward by the model's own code over a few random tokens: what went through its parts and into the cache."""
+
+    seen: dict[nn.Module, Seen]
+    batch: PackedBatch
+    kv: KVTensors
+
+    @contextmanager
+    def again(self, backend: NativeBackend) -> Iterator[StepContext]:
+        """The same step over an empty cache."""
+        scratch = KVTensors(self.kv.num_layers, self.kv.num_blocks, self.kv.block_size, self.kv.device)
+        with step_context(StepContext(backend, self.batch, scratch)) as context:
+            yield context
+
+    def has_stored_alike(self, layer: int, kv: KVTensors) -> bool:
+        """Whether a layer's keys and values are those of the model's own code."""
+        pairs = zip(kv.layer(layer), self.kv.layer(layer), strict=True)
+        return all(ours.shape == theirs.shape and close(ours, theirs) for ours, theirs in pairs)
+
+
 @torch.inference_mode()
-def fuse_layers(module: PreTrainedModel, backend: NativeBackend) -> int:
-    """Swap the forward of every decoder layer that the kernels compute alike. Returns how many there are."""
+def fuse_layers(module: PreTrainedModel, backend: NativeBackend) -> tuple[dict[nn.Module, FusedLayer], Trial | None]:
+    """Swap the forward of every decoder layer that the kernels compute alike. Returns these and the trial."""
     found = {layer: parts for layer in module.modules() if (parts := find_parts(layer)) is not None}
     if not found:
-        return 0
-    seen, batch, kv = _trial(module, list(found))
-    count = 0
-    for layer, parts in found.items():
-        if any(_agrees(layer, variant, backend, seen[layer], batch, kv) for variant in parts.variants()):
-            count += 1
-    return count
+        return {}, None
+    trial = _try(module, [*found, module.base_model])
+    tried = {layer: _fuse(layer, parts, backend, trial) for layer, parts in found.items()}
+    return {layer: fused for layer, fused in tried.items() if fused is not None}, trial
 
 
-def _trial(module: PreTrainedModel, layers: list[nn.Module]) -> tuple[dict[nn.Module, _Seen], PackedBatch, KVTensors]:
-    """One forward by the model's own code over a few random tokens, recording what goes through the layers."""
-    seen = {layer: _Seen() for layer in layers}
+def _try(module: PreTrainedModel, watched: list[nn.Module]) -> Trial:
+    seen = {part: Seen() for part in watched}
 
     def before(layer: nn.Module, args: Any, kwargs: Any) -> None:
         seen[layer].args = tuple(x.clone() if isinstance(x, Tensor) else x for x in args)
@@ -158,7 +177,7 @@ def _trial(module: PreTrainedModel, layers: list[nn.Module]) -> tuple[dict[nn.Mo
         seen[layer].output = output
 
     hooks = []
-    for layer in layers:
+    for layer in watched:
         hooks.append(layer.register_forward_pre_hook(before, with_kwargs=True))
         hooks.append(layer.register_forward_hook(after, with_kwargs=True))
     generator = torch.Generator().manual_seed(99)
@@ -175,27 +194,24 @@ def _trial(module: PreTrainedModel, layers: list[nn.Module]) -> tuple[dict[nn.Mo
     finally:
         for hook in hooks:
             hook.remove()
-    return seen, batch, kv
+    return Trial(seen, batch, kv)
 
 
-def _agrees(
-    layer: nn.Module, parts: LayerParts, backend: NativeBackend, seen: _Seen, batch: PackedBatch, kv: KVTensors
-) -> bool:
+def _fuse(layer: nn.Module, parts: LayerParts, backend: NativeBackend, trial: Trial) -> FusedLayer | None:
     """Try the kernels on what the layer was given. Swaps its forward if output, keys and values are the same."""
+    seen = trial.seen[layer]
     if len(seen.args) != 1 or not isinstance(seen.output, Tensor):
-        return False
-    fused = FusedLayer(layer, parts, backend)
-    scratch = KVTensors(kv.num_layers, kv.num_blocks, kv.block_size, kv.device)
-    with step_context(StepContext(backend, batch, scratch)) as context:
-        out = fused.run(seen.args[0], seen.kwargs, context)
-    if out is None or not _close(out, seen.output):
-        return False
-    pairs = zip(scratch.layer(parts.layer), kv.layer(parts.layer), strict=True)
-    if not all(ours.shape == theirs.shape and _close(ours, theirs) for ours, theirs in pairs):
-        return False
-    layer.forward = fused.forward  # type: ignore[method-assign]
-    return True
+        return None
+    for variant in parts.variants():
+        fused = FusedLayer(layer, variant, backend)
+        with trial.again(backend) as context:
+            out = fused.run(seen.args[0], seen.kwargs, context)
+        if out is not None and close(out, seen.output) and trial.has_stored_alike(parts.layer, context.kv):
+            layer.forward = fused.forward  # type: ignore[method-assign]
+            return fused
+    return None
 
 
-def _close(ours: Tensor, theirs: Tensor) -> bool:
+def close(ours: Tensor, theirs: Tensor) -> bool:
+    """Whether two results of a trial are the same up to rounding."""
     return bool((ours - theirs).abs().max() <= TOLERANCE * theirs.abs().max().clamp(min=1e-6))

@@ -17,6 +17,7 @@ from engine_worker.model.attention import AttentionBackend
 from engine_worker.model.backend_native import NativeBackend
 from engine_worker.model.families import num_layers
 from engine_worker.model.fuse import fuse_layers
+from engine_worker.model.fuse_stack import fuse_stack
 from engine_worker.model.linear import prepack
 from engine_worker.model.memory import format_bytes
 from engine_worker.model.native.kernels import PackedWeight
@@ -74,8 +75,9 @@ def _rewrite(
     nativize(module, library, kind)
     details = []
     if isinstance(backend, NativeBackend):
-        fused = fuse_layers(module, backend)
-        details.append(f"{fused} of {num_layers(module)} layers fused")
+        layers, trial = fuse_layers(module, backend)
+        is_stack = trial is not None and fuse_stack(module, layers, trial, backend)
+        details.append(f"{len(layers)} of {num_layers(module)} layers fused" + (", into one call" if is_stack else ""))
     return details
 
 

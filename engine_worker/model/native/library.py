@@ -12,7 +12,7 @@ from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 
 from engine_worker.model.native import build
 
-_ABI = 3
+_ABI = 4
 
 
 class WeightStruct(ctypes.Structure):
@@ -60,7 +60,7 @@ class LayerStruct(ctypes.Structure):
         *((name, c_void_p) for name in ("input_norm", "post_norm", "q_norm", "k_norm")),
         ("cache", CacheStruct),
         *((name, c_int64) for name in ("hidden", "inner", "rotary")),
-        *((name, c_float) for name in ("input_eps", "post_eps", "q_eps", "k_eps")),
+        *((name, c_float) for name in ("input_eps", "post_eps", "q_eps", "k_eps", "scaling")),
     )
 
 
@@ -93,6 +93,16 @@ class Library:
         self.layer = _typed(
             library.wg_layer,
             POINTER(LayerStruct),
+            POINTER(AttentionStruct),
+            *[pointer] * 4,
+            number,
+            number,
+            returns=c_int64,
+        )
+        self.layers = _typed(
+            library.wg_layers,
+            POINTER(LayerStruct),
+            number,
             POINTER(AttentionStruct),
             *[pointer] * 4,
             number,

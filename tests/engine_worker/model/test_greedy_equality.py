@@ -16,6 +16,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cache
 from itertools import product
+from types import MethodType
 from typing import Any
 
 import pytest
@@ -240,6 +241,7 @@ def test_speculation_in_every_family(family: str) -> None:
 
 # Layers of these are recognised, in all their layers; the others' are not, and run kernel by kernel.
 FUSED = ("llama", "mistral", "qwen2", "qwen3", "phi3", "smollm3")
+STACKED = ("llama", "smollm3")  # of these, those without windows: all their layers are one call
 
 
 @pytest.mark.parametrize("isa", INSTRUCTION_SETS[:2])
@@ -248,7 +250,8 @@ def test_native_kernels(family: str, isa: str) -> None:
     if isa != "avx512" and family not in ("llama", "gemma3_text", "gpt_oss"):
         pytest.skip("a few families suffice for a second instruction set")
     module, backend, details = native_model(family, isa)
-    assert f"{3 if family in FUSED else 0} of 3 layers fused" in details
+    one_call = ", into one call" if family in STACKED else ""
+    assert f"{3 if family in FUSED else 0} of 3 layers fused{one_call}" in details
     engine = TinyEngine(module, budget=16, num_blocks=SMALL_POOL[8], backend=backend)
     assert_equal(engine.run(prompts(), MAX_TOKENS), reference(family))
     assert_equal(engine.run(prompts(), MAX_TOKENS), reference(family))
@@ -328,6 +331,33 @@ def test_naive_kernels_are_told_apart(family: str, wrong: type[NativeBackend]) -
     engine = TinyEngine(module, budget=16, backend=backend)
     with pytest.raises(AssertionError, match=r"differs|are off by"):
         assert_equal(engine.run(prompts(), MAX_TOKENS), reference(family))
+
+
+@pytest.mark.parametrize("what", ["scales its input", "repeats a layer", "caps its output"])
+def test_a_model_that_does_more_than_run_its_layers_keeps_its_own_forward(what: str) -> None:
+    module = tiny_model("llama")
+    base = module.base_model
+    own, layers = base.forward, base.layers
+
+    def forward(self: torch.nn.Module, input_ids: torch.Tensor, **kwargs: Any) -> Any:
+        if what == "scales its input":
+            return own(**{**kwargs, "inputs_embeds": base.embed_tokens(input_ids) * 3})
+        if what == "repeats a layer":
+            first = layers[0].register_forward_hook(lambda layer, args, output: layers[2].mlp(output))
+            try:
+                return own(input_ids=input_ids, **kwargs)
+            finally:
+                first.remove()
+        out = own(input_ids=input_ids, **kwargs)
+        out.last_hidden_state = out.last_hidden_state.clamp(-0.5, 0.5)
+        return out
+
+    base.forward = changed = MethodType(forward, base)  # type: ignore[method-assign]
+    library = library_for(AUTO)
+    prepared = prepare_module(module, torch.float32, library, NativeBackend(library), "", lambda message: None)
+    assert any("layers fused" in detail for detail in prepared.details)
+    assert not any("one call" in detail for detail in prepared.details)
+    assert base.forward is changed
 
 
 @pytest.mark.parametrize("family", FAMILIES)

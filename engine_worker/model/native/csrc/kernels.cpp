@@ -10,11 +10,12 @@ struct Layer {
   Cache cache;
   int64_t hidden, inner, rotary;
   float input_eps, post_eps, q_eps, k_eps;
+  float scaling;                // of attention scores
 };
 
 extern "C" {
 
-int64_t wg_abi() { return 3; }
+int64_t wg_abi() { return 4; }
 
 void wg_rms_norm(float* x, const float* delta, const float* weight, float eps, float* out, int64_t rows, int64_t n) {
   rms_norm(x, delta, weight, eps, out, rows, n, n, n);
@@ -52,8 +53,8 @@ int64_t wg_rope_write(float* qkv, const float* cos, const float* sin, int64_t ro
   return sound;
 }
 
-// A whole layer on hidden [T, hidden], in place. `call` brings spans, tables and heads; query and out are set here.
-// Returns whether the keys and values it wrote are finite.
+// A whole layer on hidden [T, hidden], in place. `call` brings spans, tables and heads; what is the layer's own is set
+// here. Returns whether the keys and values it wrote are finite.
 int64_t wg_layer(const Layer* layer, const Attention* call, float* hidden, const float* cos, const float* sin,
                  const int64_t* slots, int64_t tokens, int64_t threads) {
   const Layer& l = *layer;
@@ -69,13 +70,20 @@ int64_t wg_layer(const Layer* layer, const Attention* call, float* hidden, const
   matmul(l.qkv, norm, tokens, qkv, width, false, (int)threads);
   int64_t sound = wg_rope_write(qkv, cos, sin, l.rotary, l.q_norm, l.k_norm, l.q_eps, l.k_eps, slots, &l.cache,
                                 tokens, c.q_heads, c.kv_heads, dim);
-  c.query = qkv, c.query_pitch = width, c.out = mixed, c.cache = l.cache;
+  c.query = qkv, c.query_pitch = width, c.out = mixed, c.cache = l.cache, c.scale = l.scaling;
   attend(c, (int)threads);
   matmul(l.out, mixed, tokens, hidden, l.hidden, true, (int)threads);
   rms_norm(hidden, nullptr, l.post_norm, l.post_eps, norm, tokens, l.hidden, l.hidden, l.hidden);
   matmul(l.gate_up, norm, tokens, gate_up, 2 * l.inner, false, (int)threads);
   silu_mul(gate_up, inner, tokens, l.inner);
   matmul(l.down, inner, tokens, hidden, l.hidden, true, (int)threads);
+  return sound;
+}
+// Layers one after the other. Returns whether the last one's keys and values are finite.
+int64_t wg_layers(const Layer* layers, int64_t count, const Attention* call, float* hidden, const float* cos,
+                  const float* sin, const int64_t* slots, int64_t tokens, int64_t threads) {
+  int64_t sound = 1;
+  for (int64_t i = 0; i < count; i++) sound = wg_layer(layers + i, call, hidden, cos, sin, slots, tokens, threads);
   return sound;
 }
 }
