@@ -92,6 +92,10 @@ class Exchange:
         self.record.broken_at.append(self.record.replica_id)
         self.record.replica_id = lease.replica.replica_id
 
+    def again(self) -> None:
+        """It is sent to the same replica once more, over another connection."""
+        self.record.num_attempts += 1
+
     def cached(self, cached_tokens: int | None) -> None:
         """What the replica said that it reused."""
         self.record.cached_tokens = cached_tokens

@@ -299,7 +299,7 @@ class Proxy:
                 guard.leave()
             if response is None:
                 is_again = begun is not None and begun.is_again
-                response = await self._upstream.post(*self._resumer.request(exchange, lease), is_again)
+                response = await self._upstream.post(*self._resumer.request(exchange, lease), is_again, exchange.again)
             await self._relay.relay(exchange, lease, response)
             if exchange.record.end is EndState.FAILED:  # the stream ended in the replica's own error event
                 self._quarantine.suspect(exchange.path, exchange.parsed.body, replica)

@@ -6,7 +6,8 @@ with one guard a request (guard.py).
 
 A kept-alive connection may have been closed by the replica at the very moment it is reused. That shows as an end
 before any byte of the response, on a connection that had served before; then, and only then, the request is sent once
-more on a new connection. An end on a new connection is the replica's failure.
+more on a new connection. An end on a new connection is the replica's failure. So is it where the new one can't be made:
+the request had been sent, and may be what the replica died of.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from urllib.parse import quote, urlsplit
 from gateway.answer_head import RawHeaders, cached_tokens_in, returned
 from gateway.upstream_connection import Connection
 from gateway.upstream_pool import Pool
-from gateway.upstream_types import Sink, UpstreamError, UpstreamFailure
+from gateway.upstream_types import Sink, UpstreamError, UpstreamFailure, broken
 
 __all__ = ["Sink", "Target", "Upstream", "UpstreamError", "UpstreamFailure", "UpstreamResponse", "request_headers"]
 
@@ -143,11 +144,14 @@ class Upstream:
             pool.close()
         await asyncio.sleep(0)  # let the transports' last callbacks run
 
-    async def post(self, target: Target, headers: bytes, body: bytes, is_again: bool = False) -> UpstreamResponse:
+    async def post(
+        self, target: Target, headers: bytes, body: bytes, is_again: bool = False,
+        on_again: Callable[[], None] | None = None,
+    ) -> UpstreamResponse:  # fmt: skip
         """Send a request; returns when the status line and headers are in. Raises UpstreamError.
 
         `headers` are whole header lines, as request_headers makes them. `is_again`: it was sent over a connection that
-        had served before and broke, so it gets a new one.
+        had served before and broke, so it gets a new one. `on_again` is called whenever it is sent on such a new one.
         """
         pool = self._pools.get(target.origin)
         if pool is None:
@@ -162,7 +166,13 @@ class Upstream:
             except UpstreamError:
                 if not was_used or not self.may_repeat(connection, started):
                     raise
-        return await _exchange(pool, await pool.fresh(), head, body)
+        try:
+            connection = await pool.fresh()
+        except UpstreamError as error:
+            raise broken(f"the replica closed the connection before answering, and now: {error}") from error
+        if on_again is not None:
+            on_again()
+        return await _exchange(pool, connection, head, body)
 
     def try_post(self, target: Target, headers: bytes, body: bytes, on_news: Callable[[], None]) -> Connection | None:
         """The same without waiting, over a connection that is there: None where none is idle. `on_news` is called back

@@ -105,14 +105,20 @@ async def test_breakers_spread_traffic_and_never_refuse_it():
         assert (await running.chat()).status_code == 200
 
 
-async def test_a_request_that_kills_two_workers_is_not_given_to_a_third():
-    """Row 14: 422, for the client's own retry too; other requests are served."""
+@pytest.mark.parametrize("stream", [True, False], ids=["stream", "whole"])
+@pytest.mark.parametrize("num_before", [0, 3], ids=["new connections", "used connections"])
+async def test_a_request_that_kills_two_workers_is_not_given_to_a_third(num_before, stream):
+    """Row 14: 422, for the client's own retry too; other requests are served. A connection that has served before may
+    have gone stale, so there the request is tried once more at the same replica: that one is gone, and dead of it."""
     replicas = [Replica(), Replica(), Replica()]
     async with gateway(*replicas, poll_interval_s=60.0) as running:
+        for _ in range(num_before):
+            assert (await running.chat()).status_code == 200
         for replica in replicas:
+            replica.log.num_started = 0
             replica.play(poison="poison")
             replica.worker.on_poison = replica.stop
-        poison = {**CHAT, "messages": [{"role": "user", "content": "poison"}], "stream": True}
+        poison = {**CHAT, "messages": [{"role": "user", "content": "poison"}], "stream": stream}
         for _ in range(2):
             answer = await running.client.post("/v1/chat/completions", json=poison)
             assert (answer.status_code, answer.json()["error"]["code"]) == (422, "request_quarantined")

@@ -246,6 +246,7 @@ async def test_a_connection_that_the_replica_closed_meanwhile_is_no_failure():
         assert (await client.ask(request()))[0] == 200
         [begun] = ways.begun
         assert begun.is_again
+        assert begun.record.num_attempts == 2, "it was sent twice"
         assert running.events("warmgate_failovers_total") == 0
 
 
