@@ -28,7 +28,7 @@ from torch import Tensor
 from engine_worker.core.types import Refusal, Request, SampledToken, SamplingParams, Segment
 from engine_worker.model.errors import GrammarFailed
 from engine_worker.model.logprobs import with_logprobs
-from engine_worker.model.sampler_draw import Draw, draw_tokens, new_key, seeded_key
+from engine_worker.model.sampler_draw import Draw, draw_tokens, likeliest, new_key, seeded_key
 from engine_worker.model.sampler_logits import BadWords, Edits, TokenHistory, outside_of
 from engine_worker.model.sampler_rows import Row, Rows, rows_of
 
@@ -93,7 +93,7 @@ class Sampler:
         if not segments:
             return {}, {}
         failed: dict[str, str] = {}
-        best, ids = logits.max(dim=-1)  # [R], [R]: greedy's answer, and NaN or inf wherever a row is not sound
+        best, ids = likeliest(logits)  # [R], [R]: greedy's answer, and NaN or inf wherever a row is not sound
         sound = torch.isfinite(best).tolist()
         for group in groups:
             request_id = group.request.request_id
@@ -117,7 +117,7 @@ class Sampler:
         Rows draw with the noise that `sample` will use in their place, so that two like distributions mostly agree. A
         grammar's masks are left out: a guess that breaks the grammar is refused later.
         """
-        best, ids = logits.max(dim=-1)
+        best, ids = likeliest(logits)
         chosen, sound = ids.tolist(), torch.isfinite(best).tolist()
         special = [row for row in rows if sound[row.index] and self._admit(row.request) is None]
         special = [row for row in special if row.request.request_id in self._states]
@@ -218,7 +218,7 @@ class Sampler:
             return set()
         work = self._copy(logits, [row.index for row in rows])  # [S, V]: the raw ones are for logprobs
         self._edit(work, rows, masks)
-        best, ids = work.max(dim=-1)
+        best, ids = likeliest(work)
         sound, greedy_ids = torch.isfinite(best).tolist(), ids.tolist()
         draws: list[Draw] = []
         for i, row in enumerate(rows):

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from engine_worker.core.types import SampledToken, Segment
 from engine_worker.model.sampler import UNSOUND, Sampler
-from engine_worker.model.sampler_draw import Draw, draw_ids
+from engine_worker.model.sampler_draw import Draw, draw_ids, likeliest
 from engine_worker.model.transfer import ToHost, to_device
 
 
@@ -24,7 +24,7 @@ class DeferredSampling:
         """logits: [R, V] float32, row i for segments[i]. Queues everything and waits for nothing, on CUDA."""
         self.rows = {segment.request.request_id: row for row, segment in enumerate(segments)}
         self._segments = segments
-        best, self.ids = logits.max(dim=-1)  # [R], [R]
+        best, self.ids = likeliest(logits)  # [R], [R]
         draws = []
         for row, segment in enumerate(segments):
             request = segment.request

@@ -12,6 +12,7 @@ import torch
 from engine_worker.core.types import SamplingParams
 from engine_worker.model import sampler_draw
 from engine_worker.model.sampler import Sampler
+from engine_worker.model.sampler_draw import likeliest
 from tests.engine_worker.model.sampling import chi_square, reference_distribution, sample_ids, segment
 
 pytestmark = pytest.mark.engine
@@ -420,3 +421,14 @@ def test_release_frees_and_may_be_repeated() -> None:
     for s in [*segments, *segments]:
         sampler.release(s.request.request_id)
     assert sampler.num_states == 0
+
+
+def test_the_likeliest_token_is_the_first_of_equals_and_a_nan_is_noticed() -> None:
+    logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(4))
+    logits[1, 40] = logits[1, 200] = 9.0
+    logits[2, 17], logits[3, 5], logits[4] = torch.nan, torch.inf, -torch.inf
+    for rows in (logits, logits[1:4], logits[:, 10:150]):
+        best, ids = likeliest(rows)
+        expected = rows.max(dim=-1)
+        assert torch.equal(ids, expected.indices)
+        assert torch.equal(torch.nan_to_num(best, nan=-7.0), torch.nan_to_num(expected.values, nan=-7.0))
