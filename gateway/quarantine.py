@@ -6,7 +6,7 @@ are suspects: an innocent one is hardly ever there twice. A request is named by 
 client's own retry is known again.
 
 A broken connection is not yet a death. It counts when the replica turns out to be gone, loading or another process in
-the poll that follows.
+the next poll that can say so.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class _Suspect:
 
 
 class Quarantine:
-    """`has_died(replica, incarnation)` waits for the replica's next poll and says whether that process is gone."""
+    """`has_died(replica, incarnation)` waits for a poll of the replica that can tell whether that process is gone."""
 
     def __init__(self, has_died: Callable[[Replica, str], Awaitable[bool]], clock: Callable[[], float]) -> None:
         self._has_died = has_died

@@ -32,6 +32,7 @@ from gateway.replicas.registry import Registry, Replica
 from policies.types import ReplicaStatus
 
 _log = logging.getLogger("warmgate.replicas")
+_DOUBT_S = 0.5  # between polls that are to say whether a replica has died
 
 
 @functools.cache
@@ -81,10 +82,17 @@ class Monitor:
             watcher.poll_now.set()
 
     async def has_died(self, replica: Replica, incarnation: str) -> bool:
-        """Poll `replica`, and say whether the process with that incarnation is gone (or starting anew)."""
+        """Poll `replica`, and say whether the process with that incarnation is gone (or starting anew).
+
+        A process that is dying cuts connections before it refuses them, and a poll that ends so says neither. So it
+        is polled again, until it answers, refuses, or counts as down after so many failures.
+        """
         watcher = self._watchers.get(replica.replica_id)
         if watcher is not None:
             await watcher.next_poll()
+            while watcher.is_in_doubt:
+                await asyncio.sleep(min(_DOUBT_S, self._settings.poll_interval_s))
+                await watcher.next_poll()
         return replica.incarnation != incarnation or replica.status in (ReplicaStatus.DOWN, ReplicaStatus.LOADING)
 
     async def close(self) -> None:
@@ -123,6 +131,12 @@ class _Watcher:
         self._awaited.append(polled)
         self.poll_now.set()
         await polled
+
+    @property
+    def is_in_doubt(self) -> bool:
+        """The last poll failed, and not so that the replica would be down. Not after `poll_failures` in a row."""
+        is_down = self._replica.status is ReplicaStatus.DOWN
+        return 0 < self._num_failures < self._settings.poll_failures and not is_down
 
     async def run(self) -> None:
         while True:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections.abc import Awaitable, Callable
 
 import httpx
 import pytest
@@ -126,6 +127,33 @@ async def test_a_request_that_kills_two_workers_is_not_given_to_a_third(num_befo
         assert len(running.app.registry.ready()) == 1
         assert sum(replica.log.num_started for replica in replicas) == 2
         assert (await running.chat(True)).status_code == 200
+
+
+async def test_a_worker_that_hangs_up_on_a_poll_while_it_dies_counts_as_dead():
+    """The poll that is to say whether it died finds it neither well nor gone; the next one knows."""
+    replicas = [Replica(), Replica(), Replica()]
+
+    def dying(replica: Replica) -> Callable[[], Awaitable[None]]:
+        async def die() -> None:
+            def hang_up(_: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+                writer.close()
+                server.close()
+
+            assert replica._server is not None
+            replica._server.close()
+            server = await asyncio.start_server(hang_up, "127.0.0.1", replica.port)
+            await replica.stop()
+
+        return die
+
+    async with gateway(*replicas, poll_interval_s=60.0) as running:
+        for replica in replicas:
+            replica.play(poison="poison")
+            replica.worker.on_poison = dying(replica)
+        answer = await running.chat(messages=[{"role": "user", "content": "poison"}])
+        assert (answer.status_code, answer.json()["error"]["code"]) == (422, "request_quarantined")
+        assert sum(replica.log.num_started for replica in replicas) == 2
+        assert (await running.chat()).status_code == 200
 
 
 async def test_equal_requests_that_shared_a_dying_worker_are_not_poison():
