@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import errno
 import logging
 import socket
@@ -30,6 +31,7 @@ from gateway.upstream_connection import SOCKET_BUFFER_BYTES
 from policies.registry import UnknownPolicy
 
 _log = logging.getLogger("warmgate")
+_LAST_WORDS_S = 1.0  # after a second signal: for telling clients, and for what is to be written
 EXIT_USAGE = 2
 EXIT_PORT = 3
 
@@ -127,6 +129,20 @@ class _Server(uvicorn.Server):
         while time.monotonic() < until and not self.force_exit:  # noqa: ASYNC110  # a signal handler sets it
             await asyncio.sleep(0.1)  # still serving: balancers need time to see that /ready says no
         await super().shutdown(sockets)
+        if self.force_exit:
+            await self._end_at_once()
+
+    async def _end_at_once(self) -> None:
+        """End what is under way as at the end of the drain time. uvicorn leaves that to the loop's end, which knows
+        tasks, and not the requests that have none (straight_run.py)."""
+        for run in tuple(self.server_state.tasks):
+            run.cancel()
+        await asyncio.sleep(0)  # by now they go on as tasks
+        if tasks := set(self.server_state.tasks):
+            await asyncio.wait(tasks, timeout=_LAST_WORDS_S)
+        with contextlib.suppress(TimeoutError):
+            async with asyncio.timeout(_LAST_WORDS_S):
+                await self.lifespan.shutdown()  # the access log has lines to write
 
 
 def _uvicorn_config(app: Gateway, settings: GatewaySettings) -> uvicorn.Config:

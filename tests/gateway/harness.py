@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import re
+import signal
 import socket
 from collections.abc import AsyncIterator, Callable
 from typing import Any
@@ -85,8 +86,8 @@ class Running:
         return sum(sample.value for sample in samples if sample.name == name)
 
     def stop(self) -> None:
-        """What a signal does."""
-        self._server.should_exit = True
+        """What a signal does; a second one ends at once."""
+        self._server.handle_exit(signal.SIGTERM, None)
 
     async def is_quiet(self) -> None:
         """Nothing in flight, no lease held: what must hold after every test."""

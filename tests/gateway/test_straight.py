@@ -6,7 +6,7 @@ import asyncio
 import contextlib
 import json
 import re
-from collections.abc import AsyncIterator, Iterator
+from collections.abc import AsyncIterator
 
 import pytest
 
@@ -140,35 +140,32 @@ async def test_completions_and_paths_without_v1_go_it_too():
         assert ways.were_straight
 
 
-@contextlib.contextmanager
-def the_body_waited_for(monkeypatch: pytest.MonkeyPatch, seconds: float) -> Iterator[None]:
-    monkeypatch.setattr("gateway.plain_protocol.BODY_WAIT_S", seconds)
-    yield
+_BODY_WAIT = "gateway.plain_protocol.BODY_WAIT_S"
 
 
 async def test_a_body_that_follows_its_head_is_waited_for(monkeypatch):
     async with warmed(Replica()) as (running, ways), line(running) as client:
-        with the_body_waited_for(monkeypatch, HANG_GUARD_S):
-            client.send(request()[: -len(BODY)])
-            await until(lambda: any(_plain(connection) for connection in _connections(running)))
-            assert (await client.ask(BODY))[0] == 200
-            assert ways.were_straight
+        monkeypatch.setattr(_BODY_WAIT, HANG_GUARD_S)
+        client.send(request()[: -len(BODY)])
+        await until(lambda: any(_plain(connection) for connection in _connections(running)))
+        assert (await client.ask(BODY))[0] == 200
+        assert ways.were_straight
 
 
 async def test_a_body_that_does_not_come_or_comes_in_pieces_goes_the_general_way(monkeypatch):
     async with warmed(Replica()) as (running, ways), line(running) as client:
-        with the_body_waited_for(monkeypatch, 0.01):
-            client.send(request()[: -len(BODY)])
-            await until(lambda: ways.num_general == 1)
-            assert (await client.ask(BODY))[0] == 200
-        with the_body_waited_for(monkeypatch, HANG_GUARD_S):
-            client.send(request()[:-10])
-            await until(lambda: ways.num_general == 2)
-            assert (await client.ask(BODY[-10:]))[0] == 200
-            client.send(request()[: -len(BODY)])
-            await until(lambda: any(_plain(connection) for connection in _connections(running)))
-            client.writer.close()  # it is noted as one that left
-            await until(lambda: ways.num_general == 3)
+        monkeypatch.setattr(_BODY_WAIT, 0.01)
+        client.send(request()[: -len(BODY)])
+        await until(lambda: ways.num_general == 1)
+        assert (await client.ask(BODY))[0] == 200
+        monkeypatch.setattr(_BODY_WAIT, HANG_GUARD_S)
+        client.send(request()[:-10])
+        await until(lambda: ways.num_general == 2)
+        assert (await client.ask(BODY[-10:]))[0] == 200
+        client.send(request()[: -len(BODY)])
+        await until(lambda: any(_plain(connection) for connection in _connections(running)))
+        client.writer.close()  # it is noted as one that left
+        await until(lambda: ways.num_general == 3)
         assert not ways.begun
 
 
@@ -298,16 +295,20 @@ async def test_a_replica_that_is_stuck_loses_it():
         assert len(ways.begun) == 1
 
 
-async def test_a_forced_stop_tells_its_client():
+@pytest.mark.parametrize("num_signals", [1, 2])
+async def test_a_forced_stop_tells_its_client(num_signals):
     replica = Replica()
-    async with warmed(replica, drain_s=1.0) as (running, ways), line(running) as client:
+    drain_s = 1.0 if num_signals == 1 else HANG_GUARD_S
+    async with warmed(replica, drain_s=drain_s) as (running, ways), line(running) as client:
         replica.play(fault="stall")
         client.send(request())
         await until(lambda: replica.log.num_in_flight == 1)
         assert ways.were_straight
-        running.stop()
+        for _ in range(num_signals):
+            running.stop()
         status, headers, _ = await client.answer()
         assert (status, headers["connection"]) == (503, "close")
+        await until(lambda: running.events("warmgate_requests_total") == 2)
 
 
 async def test_requests_sent_ahead_are_answered_in_order():
