@@ -62,6 +62,19 @@ def test_linear_with_columns_that_fill_no_register(library: Library) -> None:
     assert_close(kernels.linear(library, x, PackedWeight(weight, None)), kernels.linear_twin(x, weight, None))
 
 
+@pytest.mark.parametrize(("rows", "cols"), [(960, 576), (70, 1536), (33, 37)])
+def test_a_float32_row_comes_out_the_same_bit_for_bit_however_many_go_with_it(
+    library: Library, rows: int, cols: int
+) -> None:
+    packed = PackedWeight(quantize(random(rows, cols), "float32"), random(rows, seed=1))
+    x = random(301, cols, seed=2)
+    together = kernels.linear(library, x, packed)
+    for num_rows in (1, 2, 3, 4, 5, 7, 12, 13, 25, 100):
+        for first in (0, 301 - num_rows):
+            alone = kernels.linear(library, x[first : first + num_rows], packed)
+            assert torch.equal(alone, together[first : first + num_rows]), (num_rows, first)
+
+
 def test_linear_on_two_threads(library: Library) -> None:
     weight = quantize(random(960, 128), "int8")
     packed = PackedWeight(weight, None)

@@ -1,4 +1,5 @@
-// Sixteen floats as one value: a register with AVX-512, two with AVX2, an array elsewhere.
+// Sixteen floats as one value (V): a register with AVX-512, two with AVX2, an array elsewhere. And one register (H) of
+// LANES floats, for the product that must know how many registers there are.
 //
 // Everything above is written on this type alone, so the same source gives one library an instruction set. Which of
 // them is loaded is decided at run time, by what the processor says.
@@ -20,9 +21,13 @@ constexpr int W = 16;
 constexpr int MAX_ROWS = 12;  // rows of a register tile: 12 x 2 accumulators and 2 weights of 32 registers
 constexpr int SUMS = 24;      // values that registers hold besides what is added to them
 struct V { __m512 v; };
+typedef V H;
+constexpr int LANES = 16, TILE_ROWS = 12;  // a tile of the product: TILE_ROWS x 2 registers of sums
 INLINE V load(const float* p) { return {_mm512_loadu_ps(p)}; }
 INLINE void store(float* p, V a) { _mm512_storeu_ps(p, a.v); }
 INLINE V set1(float x) { return {_mm512_set1_ps(x)}; }
+INLINE H load_register(const float* p) { return load(p); }
+INLINE H fill(float x) { return set1(x); }
 INLINE V operator+(V a, V b) { return {_mm512_add_ps(a.v, b.v)}; }
 INLINE V operator-(V a, V b) { return {_mm512_sub_ps(a.v, b.v)}; }
 INLINE V operator*(V a, V b) { return {_mm512_mul_ps(a.v, b.v)}; }
@@ -89,6 +94,13 @@ INLINE V load_e2m1(const uint8_t* p) {
 constexpr int MAX_ROWS = 3;  // 3 x 4 accumulators of 16 registers
 constexpr int SUMS = 6;
 struct V { __m256 a, b; };
+struct H { __m256 v; };
+constexpr int LANES = 8, TILE_ROWS = 6;
+INLINE H load_register(const float* p) { return {_mm256_loadu_ps(p)}; }
+INLINE void store(float* p, H x) { _mm256_storeu_ps(p, x.v); }
+INLINE H fill(float x) { return {_mm256_set1_ps(x)}; }
+INLINE H operator+(H x, H y) { return {_mm256_add_ps(x.v, y.v)}; }
+INLINE H fma(H x, H y, H z) { return {_mm256_fmadd_ps(x.v, y.v, z.v)}; }
 INLINE V load(const float* p) { return {_mm256_loadu_ps(p), _mm256_loadu_ps(p + 8)}; }
 INLINE void store(float* p, V x) { _mm256_storeu_ps(p, x.a); _mm256_storeu_ps(p + 8, x.b); }
 INLINE V set1(float x) { __m256 v = _mm256_set1_ps(x); return {v, v}; }
@@ -178,10 +190,14 @@ INLINE V load_e2m1(const uint8_t* p) {
 constexpr int MAX_ROWS = 4;
 constexpr int SUMS = 8;
 struct V { float x[W]; };
+typedef V H;
+constexpr int LANES = 16, TILE_ROWS = 4;
 #define EACH(expression) V r; for (int i = 0; i < W; i++) r.x[i] = (expression); return r
 INLINE V load(const float* p) { V r; std::memcpy(r.x, p, sizeof r.x); return r; }
 INLINE void store(float* p, V a) { std::memcpy(p, a.x, sizeof a.x); }
 INLINE V set1(float x) { EACH(x); }
+INLINE H load_register(const float* p) { return load(p); }
+INLINE H fill(float x) { return set1(x); }
 INLINE V operator+(V a, V b) { EACH(a.x[i] + b.x[i]); }
 INLINE V operator-(V a, V b) { EACH(a.x[i] - b.x[i]); }
 INLINE V operator*(V a, V b) { EACH(a.x[i] * b.x[i]); }
@@ -217,6 +233,20 @@ INLINE V load_e2m1(const uint8_t* p) {
 }
 
 #endif
+
+// to [4, 4] = from [4, 4] transposed; pitches of both.
+INLINE void turn4(const float* from, int64_t pitch, float* to, int64_t to_pitch) {
+#if defined(__AVX2__)
+  __m128 a = _mm_loadu_ps(from), b = _mm_loadu_ps(from + pitch);
+  __m128 c = _mm_loadu_ps(from + 2 * pitch), d = _mm_loadu_ps(from + 3 * pitch);
+  _MM_TRANSPOSE4_PS(a, b, c, d);
+  _mm_storeu_ps(to, a), _mm_storeu_ps(to + to_pitch, b);
+  _mm_storeu_ps(to + 2 * to_pitch, c), _mm_storeu_ps(to + 3 * to_pitch, d);
+#else
+  for (int i = 0; i < 4; i++)
+    for (int j = 0; j < 4; j++) to[i * to_pitch + j] = from[j * pitch + i];
+#endif
+}
 
 // e^x within about one unit in the last place; below -87 it is 0 for all that a softmax cares. Range reduction to
 // |r| <= ln(2) / 2 and the Taylor polynomial of degree 7 (its error there is below 2^-24).
