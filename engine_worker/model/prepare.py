@@ -18,6 +18,7 @@ from engine_worker.model.backend_native import NativeBackend
 from engine_worker.model.families import num_layers
 from engine_worker.model.fuse import fuse_layers
 from engine_worker.model.fuse_stack import fuse_stack
+from engine_worker.model.huge_pages import use_huge_pages
 from engine_worker.model.linear import prepack
 from engine_worker.model.memory import format_bytes
 from engine_worker.model.native.kernels import PackedWeight
@@ -78,15 +79,22 @@ def _rewrite(
         layers, trial = fuse_layers(module, backend)
         is_stack = trial is not None and fuse_stack(module, layers, trial, backend)
         details.append(f"{len(layers)} of {num_layers(module)} layers fused" + (", into one call" if is_stack else ""))
+    if moved := use_huge_pages(_packed_tensors(module)):
+        details.append(f"{format_bytes(moved)} of memory for weights on huge pages")
     return details
 
 
 def count_bytes(module: nn.Module) -> int:
     """Bytes of parameters, buffers and packed weights, each memory once."""
-    tensors = [*module.parameters(), *module.buffers()]
+    tensors = [*module.parameters(), *module.buffers(), *_packed_tensors(module)]
+    sizes = {tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}
+    return sum(sizes.values())
+
+
+def _packed_tensors(module: nn.Module) -> list[torch.Tensor]:
+    tensors: list[torch.Tensor] = []
     for part in module.modules():
         packed = getattr(part, "packed", None)
         if isinstance(packed, PackedWeight):
             tensors += [tensor for tensor in (packed.data, packed.scales, packed.bias) if tensor is not None]
-    sizes = {tensor.data_ptr(): tensor.numel() * tensor.element_size() for tensor in tensors}
-    return sum(sizes.values())
+    return tensors

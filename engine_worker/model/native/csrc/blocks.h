@@ -78,15 +78,15 @@ INLINE BlockFunction pick_block(int64_t rows) {
 static void run_panel(const Weight& w, int64_t panel, const float* packed, const Tiles& tiles, float* y, int64_t pitch,
                       bool accumulate) {
   const int64_t k = w.cols, length = block_length(w), runs = tiles.count * (PANEL / SLICE);
-  constexpr int LINES = UNROLL * PANEL * sizeof(float) / 64;
+  const int64_t line = w.kind == F32 ? PANEL * sizeof(float) : w.kind == I8 ? PANEL : PANEL / 2;  // bytes of 32 columns
   float* sums = scratch(1, (size_t)tiles.rows * PANEL);
   float* wide = w.kind == F32 ? nullptr : scratch(10, (size_t)length * PANEL);
   for (int64_t b = 0; b < k; b += length) {
     const int64_t n = std::min(length, k - b);
     const float* block = (const float*)w.data + (panel * k + b) * PANEL;
-    const char* next = (const char*)(block + n * PANEL);
-    Ahead ahead = {next, next + n * PANEL * sizeof(float), (int)((LINES + runs - 1) / runs)};
-    if (wide) widen_block(w, panel, b, n, wide), block = wide, ahead.lines = 0;
+    const char* next = (const char*)w.data + (panel * k + b + n) * line;
+    Ahead ahead = {next, next + n * line, (int)((UNROLL * line + runs * 64 - 1) / (runs * 64))};
+    if (wide) widen_block(w, panel, b, n, wide), block = wide;
     for (int64_t column = 0; column < PANEL; column += SLICE)
       for (int64_t t = 0; t < tiles.count; t++) {
         const int64_t first = tiles.first(t), height = tiles.height(t);

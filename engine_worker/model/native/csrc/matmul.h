@@ -7,8 +7,11 @@
 #include "blocks.h"
 #include "narrow.h"
 
-constexpr int WIDE_ROWS = 24;                     // from here on narrow weights are widened once for all tiles
-constexpr int STREAMS = MAX_ROWS >= 12 ? 6 : 2;   // panels that a stream's rows are multiplied by at once
+// From so many rows on narrow weights are widened once for all tiles. With AVX-512 a tile is high enough to do it itself
+// nearly for free, in 8 bits.
+constexpr int WIDE_ROWS_I8 = MAX_ROWS >= 12 ? 96 : 12;
+constexpr int WIDE_ROWS_I4 = MAX_ROWS >= 12 ? 48 : 12;
+constexpr int STREAMS = MAX_ROWS >= 12 ? 6 : 2;  // panels that a stream's rows are multiplied by at once
 constexpr int STREAM_ROWS = MAX_ROWS >= 12 ? 2 : 1;
 
 INLINE V load_weight(const float* p) { return load(p); }
@@ -67,7 +70,7 @@ static int64_t multiply_streams(const Weight& w, const float* x, int64_t m, floa
 static void matmul(const Weight& w, const float* x, int64_t m, float* y, int64_t pitch, bool accumulate, int threads) {
   if (m == 0) return;
   const int64_t from = multiply_streams(w, x, m, y, pitch, accumulate, threads);
-  if (w.kind == F32 || m >= WIDE_ROWS)
+  if (w.kind == F32 || m >= (w.kind == I8 ? WIDE_ROWS_I8 : WIDE_ROWS_I4))
     multiply_blocks(w, from, x, m, y, pitch, accumulate, threads);
   else
     multiply_narrow(w, from, x, m, y, pitch, accumulate, threads);

@@ -83,9 +83,13 @@ template <int R>
 INLINE void multiply_i4(Tile<R>& tile, const float* a, const float* sums, int64_t next, const uint8_t* w,
                         const uint16_t* scales, int64_t k, int64_t group) {
   constexpr bool SPLITS = R <= (MAX_ROWS >= 12 ? 2 : 1);  // as in multiply; registers allow
+  V s0, s1, m0, m1;
+  auto load_scales = [&] {  // late where sums are scaled: until then the registers hold the sums
+    s0 = load_half(scales), s1 = load_half(scales + W);
+    m0 = load_half(scales + PANEL), m1 = load_half(scales + PANEL + W);
+  };
   for (int64_t g = 0; g < k; g += group, scales += 2 * PANEL, sums += R) {
-    V s0 = load_half(scales), s1 = load_half(scales + W);
-    V m0 = load_half(scales + PANEL), m1 = load_half(scales + PANEL + W);
+    if (R > FEW_ROWS) load_scales();
     Tile<R> part, odd;
     part.clear();
     odd.clear();
@@ -106,6 +110,7 @@ INLINE void multiply_i4(Tile<R>& tile, const float* a, const float* sums, int64_
     }
     if (R <= FEW_ROWS) {
       if (SPLITS) part.add(odd);
+      load_scales();
       tile.add_scaled(part, s0, s1);
       tile.step(sums, 1, m0, m1);
     }
@@ -133,8 +138,8 @@ static float* sum_groups(const Weight& w, const float* x, const Tiles& tiles) {
 }
 
 template <int R>
-static void run_tile(const Weight& w, int64_t panel, const float* a, const float* sums, float* y, int64_t pitch,
-                     bool accumulate) {
+static void run_tile(const Weight& w, int64_t panel, const float* a, const float* sums, int64_t next, float* y,
+                     int64_t pitch, bool accumulate) {
   Tile<R> tile;
   tile.clear();
   if (w.kind == I8) {
@@ -143,16 +148,17 @@ static void run_tile(const Weight& w, int64_t panel, const float* a, const float
     for (int64_t k = 0; k < w.cols; k += length) {
       Tile<R> part;
       part.clear();
-      multiply_i8<R>(part, a + k * R, 1, R, bytes + k * PANEL, std::min(length, w.cols - k));
+      multiply_i8<R>(part, a + k * next, 1, next, bytes + k * PANEL, std::min(length, w.cols - k));
       tile.add(part);
     }
   } else
-    multiply_i4<R>(tile, a, sums, R, (const uint8_t*)w.data + panel * (w.cols / 2) * PANEL, group_scales(w, panel),
+    multiply_i4<R>(tile, a, sums, next, (const uint8_t*)w.data + panel * (w.cols / 2) * PANEL, group_scales(w, panel),
                    w.cols, w.group);
   for (int r = 0; r < R; r++) finish(w, panel, tile.acc[r][0], tile.acc[r][1], y + r * pitch, accumulate);
 }
 
-typedef void (*TileFunction)(const Weight&, int64_t, const float*, const float*, float*, int64_t, bool);
+typedef void (*TileFunction)(const Weight&, int64_t, const float*, const float*, int64_t, float*, int64_t,
+                             bool);
 template <int R>
 INLINE TileFunction pick_tile(int64_t rows) {
   if constexpr (R == 1)
@@ -172,8 +178,8 @@ static void multiply_narrow(const Weight& w, int64_t from, const float* x, int64
 #pragma omp parallel for schedule(static) num_threads(threads) if (threads > 1)
   for (int64_t panel = from; panel < panels; panel++)
     for (int64_t t = 0; t < tiles.count; t++) {
-      const int64_t first = tiles.first(t);
-      pick_tile<MAX_ROWS>(tiles.height(t))(w, panel, packed + first * k, sums ? sums + first * groups_of(w) : nullptr,
-                                           y + first * pitch, pitch, accumulate);
+      const int64_t first = tiles.first(t), height = tiles.height(t);
+      pick_tile<MAX_ROWS>(height)(w, panel, packed + first * k, sums ? sums + first * groups_of(w) : nullptr, height,
+                                  y + first * pitch, pitch, accumulate);
     }
 }
