@@ -4,7 +4,8 @@
 // A register tile of up to TILE_ROWS rows by two registers of columns runs over one block of K. All tiles of rows pass
 // one block of a panel before the next block's turn: the block stays in the first-level cache, the packed rows of x in
 // the second, and the sums between blocks in a small scratch. Meanwhile the next block, which lies behind this one in
-// memory, is asked for: without that, its way from memory and the arithmetic would add up.
+// memory, is asked for: without that, its way from memory and the arithmetic would add up. So it is with narrow weights,
+// whose blocks become float32 in a scratch of that size.
 //
 // A row's result does not depend on how many rows go with it: every sum is taken in the same order.
 #pragma once

@@ -7,10 +7,8 @@
 #include "blocks.h"
 #include "narrow.h"
 
-// From so many rows on narrow weights are widened once for all tiles. With AVX-512 a tile is high enough to do it itself
-// nearly for free, in 8 bits.
-constexpr int WIDE_ROWS_I8 = MAX_ROWS >= 12 ? 96 : 12;
-constexpr int WIDE_ROWS_I4 = MAX_ROWS >= 12 ? 48 : 12;
+// From so many rows on a narrow weight is widened once for all tiles. A high tile of AVX-512 does it in passing.
+constexpr int WIDE_ROWS_I8 = MAX_ROWS >= 12 ? 24 : 4, WIDE_ROWS_I4 = MAX_ROWS >= 12 ? 24 : 9;
 constexpr int STREAMS = MAX_ROWS >= 12 ? 6 : 2;  // panels that a stream's rows are multiplied by at once
 constexpr int STREAM_ROWS = MAX_ROWS >= 12 ? 2 : 1;
 
