@@ -1,17 +1,29 @@
 """Linear layers and embeddings over weights laid out for the kernels: float32, int8 or int4.
 
 One copy serves every number of rows. Twelve layers' linears of a 135 M Llama (query, key and value joined, gate and up
-joined), one AVX-512 core, least CPU time in ms of two sets of alternating runs. The machine was shared and the sets
-differ by up to a half: compare within a column, and only what is far apart.
+joined: 170 MB in float32, more than the caches hold), one core, least CPU time in ms of alternating runs. The processor
+(AMD Zen 5) read 40 GB/s and could multiply and add at 262 GFLOP/s with AVX-512 and 131 with AVX2, so that nothing in
+float32 can be faster than the last line of each part. The machine was shared: differences of a few per cent are noise.
 
-    rows               1     2     4     8    16    32    64   128   512
-    F.linear (MKL)    24    23    38    56    54    46    66   125   362
-    oneDNN, packed    19    26    25    34    40    36    62   105   329
-    here, float32     20    29    31    34    42    53    71   109   390
-    here, int8         7     8     8    11    16    29    49    81   333
-    here, int4         6     6     6     9    16    22    45    82   309
+    AVX-512, rows               1     2     4     8    16    32    64   128   512
+    F.linear (MKL)             11    20    15    18    25    39    68   121   435
+    oneDNN, packed            7.0   7.4   7.9   9.6  12.3  18.5  30.5  52.5   188
+    here, float32             4.8   5.0   5.3   5.2   6.5  12.5  24.4  48.7   184
+    here, on pages of 4 KB    5.0   5.4   7.0   7.2   8.1  13.4  25.5  49.6   185
+    here, int8                1.8   1.8   2.2   3.6   6.8  13.0  25.1  49.2   188
+    here, int4                1.4   1.5   2.1   3.9   7.3  13.6  25.3  49.9   190
+    limit, float32            4.2   4.2   4.2   4.2   5.2  10.4  20.7  41.5   166
 
-In float32 these are no faster than oneDNN's, but need one copy instead of two, can be joined, and run within a fused
+    AVX2, rows                  1     2     4     8    16    32    64   128   512
+    F.linear (MKL)             11    19    16    19    26    41    69   124   439
+    oneDNN, packed            9.7  10.3  12.3  14.7  20.7  31.7  54.5  98.6   366
+    here, float32             4.9   5.1   5.2   7.3  12.4  24.7  47.7  92.5   355
+    here, on pages of 4 KB    5.5   6.2   6.2   7.8  13.0  25.5  48.1  91.8   360
+    here, int8                3.5   2.7   5.1   8.6  14.0  25.7  48.6  93.2   360
+    here, int4                2.2   2.9   5.7   9.6  14.3  26.6  49.0  93.9   363
+    limit, float32            4.2   4.2   4.2   5.2  10.4  20.8  41.5  83.0   332
+
+So float32 needs one copy where oneDNN needs two, and no more time; parts can be joined, and run within a fused
 layer. Narrow weights take a quarter (int8) or a sixth (int4 with its scales) of the memory that is read at each step
 of decoding, hence their gain at few rows; with many rows all are bound by the same float32 arithmetic. What they cost
 in quality is bounded in engine_worker/evaluate.py and held to by tests/engine_worker/model/test_quantize.py.

@@ -16,7 +16,7 @@ _ABI = 4
 
 
 class WeightStruct(ctypes.Structure):
-    """matmul.h's Weight."""
+    """weight.h's Weight."""
 
     _fields_ = (
         ("data", c_void_p),
