@@ -25,6 +25,7 @@ from gateway.observe.record import RequestRecord
 from gateway.openai.parse import ParsedRequest
 from gateway.sharing.errors import LinkDown
 from gateway.tenancy.directory import Directory, Identity, Watcher
+from gateway.tenancy.estimate import EXPECTED_OUTPUT_TOKENS, estimate
 from gateway.tenancy.figures import TenantFigures
 from gateway.tenancy.limits import Account, Denied, Ledger
 from gateway.tenancy.refusals import no_key, rate_headers, refusal, stale, wrong_key
@@ -36,10 +37,6 @@ if TYPE_CHECKING:
     from gateway.tenancy.shared import SharedLimits
 
 _log = logging.getLogger("warmgate.tenants")
-EXPECTED_OUTPUT_TOKENS: Final = 256  # of a request that sets no limit of its own
-_BYTES_PER_TOKEN: Final = 4
-_LARGE_BODY_BYTES: Final = 32 * 1024
-_TOKENS_PER_MEDIUM: Final = 1024
 _FREE = ("tokenize", "detokenize")
 _BEARER: Final = b"bearer "
 
@@ -226,26 +223,3 @@ def given_key(headers: Iterable[tuple[bytes, bytes]]) -> bytes | None:
         if name == b"x-api-key":
             given = value
     return given
-
-
-def estimate(parsed: ParsedRequest) -> tuple[int, int]:
-    """Prompt and output tokens that a request is expected to need at most. The prompt's size is taken from its bytes;
-    images and sounds in a body, which are many bytes and few tokens, are counted one by one."""
-    body = parsed.unsalted or parsed.body
-    num_bytes = len(body)
-    num_media = 0
-    if num_bytes > _LARGE_BODY_BYTES and parsed.source is not None and b";base64," in body:
-        num_bytes = 0
-        for message in parsed.source.messages or ():
-            content = message.get("content")
-            for part in content if isinstance(content, list) else (content,):
-                text = part.get("text") if isinstance(part, dict) else part
-                if isinstance(text, str):
-                    num_bytes += len(text)
-                else:
-                    num_media += 1
-    output = 0
-    if parsed.source is not None:
-        given = parsed.max_output_tokens
-        output = (EXPECTED_OUTPUT_TOKENS if given is None else given) * parsed.num_choices
-    return num_bytes // _BYTES_PER_TOKEN + num_media * _TOKENS_PER_MEDIUM, output

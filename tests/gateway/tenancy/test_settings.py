@@ -14,9 +14,9 @@ from gateway.config import ConfigError, GatewaySettings, load_settings
 from gateway.openai.parse import parse_request
 from gateway.replicas.room import FORGET, Room
 from gateway.server import EXIT_USAGE, run
+from gateway.tenancy.estimate import EXPECTED_OUTPUT_TOKENS, TOKENS_PER_MEDIUM, estimate
 from gateway.tenancy.limits import Denied, Limit
 from gateway.tenancy.refusals import duration, refusal
-from gateway.tenancy.service import EXPECTED_OUTPUT_TOKENS, estimate
 from tests.gateway.tenancy.support import Keys
 
 REPLICA = "http://127.0.0.1:1"
@@ -105,6 +105,29 @@ def test_what_a_request_may_need_is_estimated() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 1_000_000}}
     messages = [{"role": "user", "content": [{"type": "text", "text": "x" * 400}, image]}]
     assert 1000 < estimate(parsed(messages=messages))[0] < 2000
+
+
+def test_only_what_becomes_prompt_is_estimated() -> None:
+    def tokens(endpoint: Any = "chat", **fields: Any) -> int:
+        return estimate(parse_request(endpoint, json.dumps({"model": "m", **fields}, ensure_ascii=False).encode()))[0]
+
+    text = {"type": "text", "text": "x" * 400}
+    plain = tokens(messages=[{"role": "user", "content": "x" * 400}])
+    assert plain == 101
+    schema = {"type": "json_schema", "json_schema": {"name": "s", "schema": {"description": "y" * 6000}}}
+    assert tokens(messages=[{"role": "user", "content": [text]}], user="u" * 6000, response_format=schema) == plain
+    image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 6000}}
+    assert tokens(messages=[{"role": "user", "content": [text, image, image]}]) == plain + 2 * TOKENS_PER_MEDIUM
+    tool = {"type": "function", "function": {"name": "f", "description": "z" * 4000}}
+    assert plain + 1000 < tokens(messages=[{"role": "user", "content": "x" * 400}], tools=[tool]) < plain + 1100
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "a" * 4000}}
+    assert 1000 < tokens(messages=[{"role": "assistant", "content": None, "tool_calls": [call]}]) < 1100
+    assert tokens("completions", prompt="x" * 400) == 100
+    assert tokens("completions", prompt="\u00e4" * 400) == 200, "bytes of UTF-8"
+    assert tokens("completions", prompt=[7] * 50) == 50
+    assert tokens("completions", prompt=[[7] * 50, [8] * 30]) == 80
+    assert tokens("completions", prompt=["x" * 40, "y" * 80]) == 30
+    assert tokens("embeddings", input=["x" * 40, "y" * 80], user="u" * 6000) == 30
 
 
 @pytest.mark.parametrize(
