@@ -109,18 +109,19 @@ class FleetState:
         views = []
         held = nothing = self._index.nothing()
         matched: dict[KeySpace, list[int]] = {}
-        space, num_tokens, block_tokens = NO_SPACE, request.num_tokens, 0
+        space, num_tokens, block_tokens, most = NO_SPACE, request.num_tokens, 0, 0
         for replica in replicas:
             if replica.key_space is not space:  # of nearly all fleets only the first one's
                 space = replica.key_space
-                num_tokens, block_tokens, held = request.num_tokens, 0, nothing
+                num_tokens, block_tokens, most, held = request.num_tokens, 0, 0, nothing
                 if (chain := request.chains.get(space)) is not None:
                     num_tokens, block_tokens = chain.num_tokens, chain.block_tokens
+                    # The last token is always computed, and so is a last block that this fills.
+                    most = max(num_tokens - 1, 0) // block_tokens
                     if (known := matched.get(space)) is None:
                         known = matched[space] = self._index.match_slots(chain.keys)
                     held = known
-            # all tokens but the last at most
-            matched_tokens = min(held[replica.slot] * block_tokens, max(num_tokens - 1, 0))
+            matched_tokens = min(held[replica.slot], most) * block_tokens
             views.append(replica.view(num_tokens, matched_tokens, now))
         return FleetSnapshot(now, self._sequence, tuple(views), self._usual.num_output_tokens, self._usual.queue)
 

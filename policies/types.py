@@ -124,7 +124,7 @@ class Rates:
 class ReplicaView:
     """One routable replica, seen for one request at one moment.
 
-    matched_tokens   expected cached tokens of this request here (at most num_tokens - 1)
+    matched_tokens   expected cached tokens of this request here: whole blocks of its first num_tokens - 1
     queued_prefill_tokens, queued_prefill_s
                      uncached prompt tokens dispatched here with no first token yet, and the seconds that they are
                      expected to take still (the fluid work clock W of the cost model)
