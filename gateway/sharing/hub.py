@@ -66,7 +66,7 @@ class Sharing:
         self._read_anew = False
         self._blocks_wanted: set[ReplicaId] = set()
         self._tasks: list[asyncio.Task[None]] = []
-        self._was_up = False
+        self._was_up: bool | None = None  # None: nothing was said yet
         self._num_published = 0
         router.listeners.append(self.observe)
         router.num_remote_leases = lambda: self.book.num_leases
@@ -208,7 +208,10 @@ class Sharing:
             self._wake.set()
 
     def _say_state(self) -> None:
-        is_up = self._writer_link.is_up and self._reader_link.is_up
+        links = (self._writer_link, self._reader_link)
+        is_up = all(link.is_up for link in links)
+        if not is_up and self._was_up is None and not any(link.num_failed_calls for link in links):
+            return  # at the start: not tried yet
         if is_up is not self._was_up:
             self._was_up = is_up
             if is_up:

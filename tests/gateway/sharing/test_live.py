@@ -133,9 +133,12 @@ async def test_of_a_restarted_replica_nothing_is_recalled(redis: RedisServer, re
         assert num_blocks(two) == 0
 
 
-async def test_without_redis_a_gateway_serves_and_says_so(redis: RedisServer, replicas: list[Replica]) -> None:
+async def test_without_redis_a_gateway_serves_and_says_so(
+    redis: RedisServer, replicas: list[Replica], caplog: pytest.LogCaptureFixture
+) -> None:
     redis.kill()
     async with sharing_gateway(redis, replicas) as one:
+        await until(lambda: "this gateway goes on with its own knowledge" in caplog.text)
         assert (await one.chat(**PROMPT)).status_code == 200
         health = (await one.client.get("/health")).json()
         assert health["status"] == "ok"
