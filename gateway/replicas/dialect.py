@@ -110,9 +110,9 @@ class ControlClient:
                 method, self._base_url + path, content=content, headers=headers, timeout=timeout_s or self._timeout_s
             )
         except httpx.ConnectTimeout as error:
-            raise PollError(f"{path}: connecting timed out", timed_out=True) from error
+            raise PollError("connecting timed out", timed_out=True) from error
         except httpx.ConnectError as error:
-            raise PollError(f"{path}: {error or 'connection refused'}", refused=True) from error
+            raise PollError(f"{error or 'connection refused'}", refused=True) from error
         except httpx.TimeoutException as error:
             raise PollError(f"{path}: no answer in {timeout_s or self._timeout_s:g} s", timed_out=True) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:

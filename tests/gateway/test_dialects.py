@@ -207,6 +207,7 @@ async def test_a_refused_connection_is_down_at_once_and_what_comes_back_is_anoth
         fleet.answers.clear()
         fleet.answers.update({"/v1/models": httpx.ConnectError("refused"), "/internal/state": httpx.ConnectError("x")})
         await until(lambda: fleet.replica.status is ReplicaStatus.DOWN)
+        assert "/internal/state" not in fleet.replica.detail, "a path that this engine never had"
         fleet.answers.clear()
         fleet.answers.update(working)
         await until(lambda: fleet.replica.status is ReplicaStatus.READY)
