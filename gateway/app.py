@@ -292,7 +292,10 @@ class Gateway:
         await receive()
         async with self.running():
             await send({"type": "lifespan.startup.complete"})
-            await receive()
+            try:
+                await receive()
+            except asyncio.CancelledError:
+                return  # a second signal ends at once; the server would print what comes out of here
         await send({"type": "lifespan.shutdown.complete"})
 
     def _gauges(self) -> FleetGauges:

@@ -154,7 +154,8 @@ def advise(
         answer = httpx.get(f"{url.rstrip('/')}/advice", timeout=10.0, trust_env=False).raise_for_status().json()
         sentences = [str(sentence) for sentence in answer["sentences"]]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
-        raise UserError(f"{url} gives no advice ({error}): is a gateway running there? Name it with --url") from None
+        why = f"it answered {error.response.status_code}" if isinstance(error, httpx.HTTPStatusError) else error
+        raise UserError(f"{url} gives no advice ({why}): is a gateway running there? Name it with --url") from None
     for sentence in sentences:
         typer.echo(sentence)
 

@@ -25,6 +25,8 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
+from gateway.config_words import sentence
+
 DialectName = Literal["auto", "warmgate", "vllm", "sglang", "llamacpp", "generic"]
 
 
@@ -306,7 +308,7 @@ def load_settings(flags: Mapping[str, Any] | None = None, config_file: str | Pat
     try:
         return GatewaySettings(_file_values=file_values, **given)  # type: ignore[call-arg]
     except ValidationError as error:
-        raise ConfigError(_sentence(error)) from None
+        raise ConfigError(sentence(error, ReplicaSpec.model_fields)) from None
 
 
 def _read_yaml(path: Path) -> dict[str, Any]:
@@ -331,10 +333,3 @@ def _read_yaml(path: Path) -> dict[str, Any]:
                 f"the settings file {path} has an unknown setting {key!r}; known ones are {', '.join(sorted(known))}."
             )
     return values
-
-
-def _sentence(error: ValidationError) -> str:
-    first = error.errors(include_url=False, include_input=False, include_context=False)[0]
-    where = ".".join(str(part) for part in first["loc"]) or "settings"
-    message = first["msg"].removeprefix("Value error, ")
-    return f"the setting {where} is wrong: {message[:1].lower()}{message[1:].rstrip('.')}."

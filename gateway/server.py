@@ -11,6 +11,7 @@ import asyncio
 import contextlib
 import errno
 import logging
+import os
 import socket
 import sys
 import time
@@ -23,6 +24,7 @@ from gateway import garbage, openness
 from gateway.admission import raise_fd_limit
 from gateway.app import Gateway, create_app
 from gateway.config import ConfigError, GatewaySettings, load_settings
+from gateway.config_words import unknown_variables
 from gateway.plain_protocol import PlainProtocol
 from gateway.processes import Place, listeners, run_processes, share_of
 from gateway.siblings import Siblings
@@ -40,6 +42,8 @@ def run(settings: GatewaySettings) -> int:
     """Serve until a signal. Returns the process's exit code; what is wrong is said in one sentence on stderr."""
     logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
     logging.getLogger("httpx").setLevel(logging.WARNING)
+    for sentence in unknown_variables(os.environ, GatewaySettings.model_fields):
+        _log.warning("%s", sentence)
     if not settings.replicas:
         return _fail("no replica is given: pass --replica http://127.0.0.1:8101 (once for each replica).", EXIT_USAGE)
     if (problem := openness.problem(settings)) is not None:

@@ -15,8 +15,14 @@ from pathlib import Path
 from gateway import openness
 from gateway.config import ConfigError, GatewaySettings, load_settings
 from gateway.supervise.plan import UpOptions
+from policies.registry import UnknownPolicy, make_policy
 
 _HELP_S = 60.0
+# What `warmgate up` itself takes (gateway/cli.py); the workers take the rest.
+OWN_FLAGS = (
+    "--model", "--workers", "--host", "--port", "--worker-port", "--policy", "--gateway-config", "--keys-file",
+    "--allow-open",
+)  # fmt: skip
 
 
 class CannotStart(Exception):
@@ -28,6 +34,7 @@ def check(options: UpOptions) -> None:
     if options.num_workers < 1:
         raise CannotStart(f"--workers is {options.num_workers}; at least 1 is needed.")
     check_packages()
+    check_policy(options.policy)
     check_worker_args(options.worker_args)
     check_model(options.model)
     check_gateway(options)
@@ -62,13 +69,28 @@ def check_gateway(options: UpOptions) -> None:
         raise CannotStart(f"The gateway can't start: {problem}")
 
 
+def check_policy(name: str) -> None:
+    try:
+        make_policy(name)
+    except UnknownPolicy as error:
+        raise CannotStart(f"{error}.") from None
+
+
 def check_worker_args(arguments: Sequence[str]) -> None:
-    """Options that no worker has, by the worker's own help: the gateway must not import it."""
+    """Options that no worker has, and values that none takes, by the worker itself: the gateway must not import it."""
     if not arguments:
         return
-    command = (sys.executable, "-m", "engine_worker", "--help")
-    help_text = subprocess.run(command, capture_output=True, text=True, timeout=_HELP_S, check=True).stdout
-    known = frozenset(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", help_text))
+    command = (sys.executable, "-m", "engine_worker")
+    told = subprocess.run((*command, "--help"), capture_output=True, text=True, timeout=_HELP_S, check=True)
+    check_worker_flags(arguments, frozenset(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]*", told.stdout)))
+    # Values are read from left to right, and --help ends it before anything starts.
+    told = subprocess.run((*command, *arguments, "--help"), capture_output=True, text=True, timeout=_HELP_S)
+    if told.returncode:
+        raise CannotStart(f"The worker can't start: {told.stderr.strip().splitlines()[-1].partition('error: ')[2]}.")
+
+
+def check_worker_flags(arguments: Sequence[str], known: frozenset[str]) -> None:
+    """Names of options; `known` are the workers'."""
     settings = frozenset(f"--{name.replace('_', '-')}" for name in GatewaySettings.model_fields)
     for argument in arguments:
         flag = argument.partition("=")[0]
@@ -79,7 +101,7 @@ def check_worker_args(arguments: Sequence[str]) -> None:
             raise CannotStart(
                 f"{flag} is the gateway's: write {setting} into a file and name it with --gateway-config."
             )
-        guess = difflib.get_close_matches(flag, known, n=1)
+        guess = difflib.get_close_matches(flag, OWN_FLAGS, n=1) or difflib.get_close_matches(flag, known, n=1)
         hint = f"; did you mean {guess[0]}?" if guess else "; see warmgate up --help and warmgate worker --help."
         raise CannotStart(f"There is no option {flag}{hint}")
 

@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import re
+import signal
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import typer
 
-from gateway.cli import UserError, _become, _setting_flags
+from gateway.cli import UserError, _become, _setting_flags, app
 from gateway.config import GatewaySettings
-from tests.support.processes import free_port, python
+from gateway.config_words import unknown_variables
+from tests.support.processes import ROOT, free_port, python
 
 NAMES = frozenset({"stream_idle_s", "drain_s", "secret", "policy"})
 
@@ -50,6 +54,9 @@ class TestSettingFlags:
         (["serve", "--replica", "http://127.0.0.1:9", "--drain-s", "soon"], "drain_s"),
         (["up", "--workers", "0"], "--workers"),
         (["up", "--bloc-size", "16"], "There is no option --bloc-size; did you mean --block-size?"),
+        (["up", "--polcy", "warm"], "There is no option --polcy; did you mean --policy?"),
+        (["up", "--policy", "wram"], "wram"),
+        (["up", "--dtype", "x"], "The worker can't start: argument --dtype"),
         (["up", "--replica-slots", "3"], "--replica-slots is the gateway's: write replica_slots into a file"),
         (
             ["up", "--host", "0.0.0.0"],
@@ -66,6 +73,58 @@ def test_a_users_mistake_is_a_sentence(arguments: list[str], words: str) -> None
     assert words in done.stderr
     assert "Traceback" not in done.stderr
     assert done.stdout == ""
+
+
+def test_the_options_of_up_are_known_to_its_checks() -> None:
+    from gateway.supervise.preflight import OWN_FLAGS
+
+    [up] = [each for each in typer.main.get_command(app).commands.values() if each.name == "up"]  # type: ignore[attr-defined]
+    assert {name for param in up.params for name in param.opts} == set(OWN_FLAGS)
+
+
+def test_advise_says_in_a_sentence_that_somebody_else_answers() -> None:
+    port = free_port()
+    with python("-m", "http.server", str(port), "--bind", "127.0.0.1") as server:
+        server.until_http(f"http://127.0.0.1:{port}/")
+        done = run("advise", "--url", f"http://127.0.0.1:{port}")
+    assert done.returncode == 2
+    [line] = done.stderr.splitlines()
+    assert "gives no advice (it answered 404): is a gateway running there?" in line
+
+
+def test_a_second_signal_ends_serve_at_once_and_without_a_traceback() -> None:
+    """The first waits for balancers here, so that there is time for the second."""
+    port = free_port()
+    command = ("-m", "gateway.cli", "serve", "--replica", "http://127.0.0.1:9", "--port", str(port))
+    with python(*command, "--unready-s", "600") as serving:
+        serving.until_http(f"http://127.0.0.1:{port}/health")
+        serving.send(signal.SIGTERM)
+        serving.until_http(f"http://127.0.0.1:{port}/ready", 503)
+        serving.send(signal.SIGTERM)
+        assert serving.until_exit() == 0
+        assert "Traceback" not in serving.output
+        assert "ERROR" not in serving.output
+
+
+def test_a_misspelt_variable_is_warned_of() -> None:
+    port = free_port()
+    command = ("-m", "gateway.cli", "serve", "--replica", "http://127.0.0.1:9", "--port", str(port))
+    with python(*command, env={"WARMGATE_STREM_IDLE_S": "3", "WARMGATE_NATIVE": "off"}) as serving:
+        serving.until_http(f"http://127.0.0.1:{port}/health")
+        sentence = "nothing reads the variable WARMGATE_STREM_IDLE_S; did you mean WARMGATE_STREAM_IDLE_S?"
+        assert sentence in serving.output
+        assert serving.output.count("nothing reads") == 1
+
+
+def test_every_variable_of_the_project_is_known() -> None:
+    """All that anything here names: code of gateway and worker, Makefile, containers, documents."""
+    names: set[str] = set()
+    places = ("gateway", "policies", "engine_worker", "loadtest", "docs", "deploy", "tests/fuzz")
+    files = [path for place in places for path in (ROOT / place).rglob("*") if path.is_file()]
+    for path in (*files, ROOT / "Makefile", ROOT / "docker-compose.yml", ROOT / "README.md"):
+        names |= set(re.findall(r"WARMGATE_[A-Z0-9_]*[A-Z0-9]", path.read_text("utf-8", "ignore")))
+    assert len(names) >= 15
+    assert unknown_variables(dict.fromkeys(names, ""), GatewaySettings.model_fields) == []
 
 
 def test_compiling_explains_itself() -> None:

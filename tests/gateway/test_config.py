@@ -48,6 +48,12 @@ def test_replicas_from_the_environment(text, monkeypatch):
         ({"replicas": ["http://u:p@a:1"]}, "credentials"),
         ({"replicas": ["http://a:1", "http://a:1/v1"]}, "two replicas"),
         ({"replicas": [{"url": "http://a:1", "colour": "red"}]}, "colour"),
+        (
+            {"replicas": [{"url": "http://a:1", "nam": "big"}]},
+            "replicas.0 has an unknown option 'nam'; known ones are api",
+        ),
+        ({"salt_secret": "short"}, "salt_secret is wrong: it has 5 characters and needs 16 at least"),
+        ({"keys_redis": "true"}, "keys_redis needs WARMGATE_REDIS_URL"),
         ({"port": "http"}, "port"),
         ({"port": 70000}, "port"),
         ({"first_token_s": 0}, "first_token_s"),
@@ -59,6 +65,7 @@ def test_a_wrong_setting_is_one_sentence_that_names_it(flags, words):
         load_settings(flags)
     sentence = str(caught.value)
     assert words in sentence
+    assert "setting settings" not in sentence
     assert sentence.endswith(".")
     assert "\n" not in sentence
 
