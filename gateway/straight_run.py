@@ -267,10 +267,11 @@ class Run:
             self._let_go()
         self._close()
         proxy, now, head, record = self._straight.proxy, self._straight.loop.time(), self._head, self._record
+        least_s = _LAST_WORDS_S if failure is not None and failure.final else 0.0
         begun = Begun(
             record=record, path=head.path,
-            left_s=max(record.started_at + self._straight.request_s - now, _LAST_WORDS_S),
-            patience_s=None if head.patience_s is None else max(self._deadline_at - now, _LAST_WORDS_S),
+            left_s=max(record.started_at + self._straight.request_s - now, least_s),
+            patience_s=None if head.patience_s is None else max(self._deadline_at - now, least_s),
             headers=[(b"x-request-id", record.request_id.encode("ascii")), *self._headers],
             identity=self._identity, parsed=self._parsed, visit=self._visit, is_admitted=self._is_admitted,
             route=self._route, lease=self._lease,
