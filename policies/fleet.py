@@ -207,7 +207,7 @@ class FleetState:
         replica.incarnation = event.incarnation
         replica.num_blocks = event.num_blocks or replica.num_blocks
         replica.load = ReplicaLoad(SpeedModel(), replica.load.clock.step_tokens)
-        replica.eviction_s = 0.0
+        replica.eviction_s = replica.typical_queue = 0.0
         self._mirror(replica)
         self._rates.refresh(self._order)
 

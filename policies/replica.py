@@ -45,6 +45,7 @@ class Replica:
     load: ReplicaLoad
     rates: Rates = field(default_factory=lambda: SpeedModel().own_rates())
     eviction_s: float = 0.0
+    typical_queue: float = 0.0  # see usual.py
     slot: int = -1  # in the prefix index
 
     def view(self, num_tokens: int, matched_tokens: int, now: float) -> ReplicaView:
@@ -70,6 +71,7 @@ class Replica:
             self.rates,
             self.eviction_s,
             overtaken_s,
+            self.typical_queue,
         )
 
     def stats(self, index: PrefixIndex, now: float) -> ReplicaStats:

@@ -128,6 +128,7 @@ class ReplicaView:
     queued_prefill_tokens, queued_prefill_s
                      uncached prompt tokens dispatched here with no first token yet, and the seconds that they are
                      expected to take still (the fluid work clock W of the cost model)
+    typical_queue    how many requests waited here when another came to the fleet, on average lately
     overtaken_s      seconds of the queue that this request would overtake, where the shortest are served first
     num_waiting      requests dispatched here with no first token yet
     num_running      requests here past their first token
@@ -148,6 +149,7 @@ class ReplicaView:
     rates: Final[Rates]
     eviction_s: Final[float]
     overtaken_s: Final[float]
+    typical_queue: Final[float]
 
     def __init__(
         self,
@@ -163,6 +165,7 @@ class ReplicaView:
         rates: Rates,
         eviction_s: float = 0.0,
         overtaken_s: float = 0.0,
+        typical_queue: float = 0.0,
     ) -> None:
         self.replica_id = replica_id
         self.incarnation = incarnation
@@ -176,6 +179,7 @@ class ReplicaView:
         self.rates = rates
         self.eviction_s = eviction_s
         self.overtaken_s = overtaken_s
+        self.typical_queue = typical_queue
 
     @property
     def num_in_flight(self) -> int:

@@ -16,7 +16,7 @@ QUEUE_WINDOW: Final = 25
 
 
 class Usual:
-    """`num_output_tokens` of a request; `queue`, the requests waiting at a replica."""
+    """`num_output_tokens` of a request; `queue`, the requests waiting at a replica; each one's own is kept with it."""
 
     __slots__ = ("num_output_tokens", "queue")
 
@@ -29,7 +29,9 @@ class Usual:
 
     def dispatching(self, replicas: tuple[Replica, ...]) -> None:
         """A request is about to be sent to one of `replicas`."""
-        num_waiting = 0
+        num_waiting, weight = 0, 1.0 / (QUEUE_WINDOW * len(replicas))
         for replica in replicas:
-            num_waiting += len(replica.load.waiting)
-        self.queue += (num_waiting / len(replicas) - self.queue) / (QUEUE_WINDOW * len(replicas))
+            waiting = len(replica.load.waiting)
+            num_waiting += waiting
+            replica.typical_queue += weight * (waiting - replica.typical_queue)
+        self.queue += weight * (num_waiting / len(replicas) - self.queue)

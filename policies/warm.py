@@ -1,14 +1,14 @@
 """The default policy: the replica where this request does the least harm, in seconds.
 
-    cost_i = W_i + p_i (1 + tau + L) + p_i q_i + kappa d_i + e_i
+    cost_i = W_i + p_i (1 + tau + L_i) + p_i q_i + kappa d_i + e_i
 
 W_i  (`queue`)       prefill seconds queued there,
      (`overtaken`)   less those that the request overtakes, where the shortest are served first (work_clock.py)
 p_i  (`prefill`)     its own uncached prefill, quadratic attention included
      (`recompute`)   tau p_i: computing a prefix again spreads it over one more replica and evicts something there
-     (`later`)       L p_i: work done here keeps waiting those who are yet to come before the replica is idle again. In
-                     a queue that is about as many as wait on average, L: next to none when the fleet is idle, several
-                     when it drowns, and then spreading a prefix is what drowns it
+     (`later`)       L_i p_i: work done here keeps waiting those who are yet to come before the replica is idle again.
+                     In a queue that is about as many as wait there on average, L_i: next to none when the replica is
+                     mostly idle, several when it drowns, and then spreading a prefix is what drowns it
      (`delay`)       p_i q_i: the q_i requests waiting there all wait p_i longer
 d_i  (`decode`)      seconds that its KV adds to the output of those running there: running requests, times expected
                      output tokens, times decode seconds a KV token, times its tokens. And what it overtakes is computed
@@ -52,8 +52,8 @@ MAX_LATER: Final = 8.0  # a queue longer than that says nothing more about what 
 @dataclass(init=False, slots=True)
 class _Weights:
     """What is the same for all replicas: the weights of p, p q, d, and e for duplicates and new blocks, the longest
-    match, whether attention's quadratic term counts (1 or 0), the part of p's weight that is for those to come, whether
-    what would be overtaken is left out of the queue, and what it weighs among the decode seconds."""
+    match, whether attention's quadratic term counts (1 or 0), the weight of p for each who usually waits, whether what
+    would be overtaken is left out of the queue, and what it weighs among the decode seconds."""
 
     own: Final[float]
     delay: Final[float]
@@ -118,14 +118,16 @@ class Warm:
     def _costs(self, views: tuple[ReplicaView, ...], weights: _Weights) -> list[float]:
         """The total of every replica. The same sum as in _scores, without names: this is the hot path."""
         own, delay, decode, longest = weights.own, weights.delay, weights.decode, weights.longest
-        overtake = weights.overtake - weights.beside
+        overtake, later = weights.overtake - weights.beside, weights.later
         costs = []
         for view in views:
             rates, num_tokens, matched = view.rates, view.num_tokens, view.matched_tokens
             uncached = num_tokens - matched
             attention = weights.quadratic * rates.quadratic_s * (matched + uncached / 2)
             prefill = rates.base_s + uncached * (rates.linear_s + attention)
-            cost = view.queued_prefill_s - overtake * view.overtaken_s + prefill * (own + delay * view.num_waiting)
+            queue = view.typical_queue if view.typical_queue < MAX_LATER else MAX_LATER
+            waiting = delay * view.num_waiting + later * queue
+            cost = view.queued_prefill_s - overtake * view.overtaken_s + prefill * (own + waiting)
             if view.num_running:
                 cost += decode * view.num_running * rates.decode_kv_s * num_tokens
             if view.eviction_s:
@@ -145,7 +147,7 @@ class Warm:
                 "overtaken": -weights.overtake * view.overtaken_s,
                 "prefill": prefill,
                 "recompute": self._config.tau * prefill,
-                "later": weights.later * prefill,
+                "later": weights.later * prefill * min(view.typical_queue, MAX_LATER),
                 "delay": weights.delay * prefill * view.num_waiting,
                 "decode": weights.decode * view.num_running * view.rates.decode_kv_s * view.num_tokens
                 + weights.beside * view.overtaken_s,
@@ -166,18 +168,17 @@ class Warm:
             num_evicting += view.eviction_s != 0.0
             longest = max(longest, view.matched_tokens)
         reuse = 2.0 + num_waiting / len(views)
-        later = config.later * min(fleet.typical_queue, MAX_LATER)
         overtake = float(config.order and config.overtake)
         quiet = max(1.0 - fleet.typical_queue / BUSY_QUEUE, 0.0)
         return _Weights(
-            1.0 + config.tau + later,
+            1.0 + config.tau,
             config.delay,
             config.kappa * expected_output,
             config.duplicate_price * reuse,
             config.room * quiet * reuse if 2 * num_evicting <= len(views) else 0.0,
             longest,
             float(config.quadratic),
-            later,
+            config.later,
             overtake,
             config.kappa * overtake,
         )

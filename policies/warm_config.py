@@ -12,7 +12,7 @@ class WarmConfig:
     tau              recompute tax, in own prefills
     kappa            weight of decode seconds
     delay            weight of the delay to those waiting
-    later            weight of the delay to those who will come, L p_i
+    later            weight of the delay to those who will come, L_i p_i
     duplicate_price  weight of e_i; 0 charges nothing
     room             weight of the charge for new blocks while half of the replicas have room
     quadratic        whether attention's quadratic term counts in p_i

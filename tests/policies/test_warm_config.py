@@ -14,7 +14,14 @@ from policies.warm_config import WarmConfig
 from tests.policies.support import RATES, dispatch, fleet_of, matched_blocks, request, serve, view
 
 BUSY = view(
-    "a", matched_tokens=480, queued_prefill_s=0.5, num_waiting=2, num_running=4, eviction_s=1e-4, overtaken_s=0.3
+    "a",
+    matched_tokens=480,
+    queued_prefill_s=0.5,
+    num_waiting=2,
+    num_running=4,
+    eviction_s=1e-4,
+    overtaken_s=0.3,
+    typical_queue=1.5,
 )
 COLD = view("b", eviction_s=2e-4, num_waiting=4)
 
@@ -92,8 +99,11 @@ def test_work_weighs_more_the_more_requests_usually_wait() -> None:
     def choice(typical_queue: float) -> str:
         # waiting for a costs 0.15 s more than computing 480 tokens again at b twice
         queue = 2 * (RATES.prefill_s(1003, 0) - RATES.prefill_s(523, 480)) + 0.15
-        views = (view("a", matched_tokens=480, queued_prefill_s=queue), view("b"))
-        snapshot = FleetSnapshot(0.0, 0, views, typical_queue=typical_queue)
+        views = (
+            view("a", matched_tokens=480, queued_prefill_s=queue, typical_queue=typical_queue),
+            view("b", typical_queue=typical_queue),
+        )
+        snapshot = FleetSnapshot(0.0, 0, views)
         return Warm().choose(request("r", "x"), snapshot, random.Random(0)).replica_id
 
     assert [choice(0.0), choice(6.0), choice(1e9)] == ["b", "a", "a"]
@@ -106,7 +116,9 @@ def test_the_typical_queue_is_what_arrivals_find() -> None:
         dispatch(fleet, "a", f"r{i}", "x" * 4, float(i))
         if i:
             fleet.apply(FirstToken(i + 0.5, ReplicaId("a"), f"r{i - 1}"))
-    assert fleet.snapshot(request("p", "q"), 300.0).typical_queue == pytest.approx(0.5, abs=0.01)
+    snapshot = fleet.snapshot(request("p", "q"), 300.0)
+    assert snapshot.typical_queue == pytest.approx(0.5, abs=0.01)
+    assert [each.typical_queue for each in snapshot.replicas] == pytest.approx([1.0, 0.0], abs=0.01)
 
 
 def test_the_price_keeps_a_prefix_together_that_load_would_spread() -> None:
@@ -202,3 +214,9 @@ def test_a_request_does_not_shun_a_queue_that_it_overtakes(overtake: bool, expec
 def test_what_is_overtaken_stands_between_the_later_tokens() -> None:
     beside = [each.terms["decode"] for each in scores(WarmConfig(), view("a", overtaken_s=3.0), view("b"))]
     assert beside == pytest.approx([WarmConfig().kappa * 3.0, 0.0])
+
+
+def test_work_weighs_more_where_requests_usually_wait() -> None:
+    views = (view("a", typical_queue=2.0), view("b", typical_queue=0.5), view("c", typical_queue=1e9))
+    p = RATES.prefill_s(1003, 0)
+    assert [each.terms["later"] for each in scores(WarmConfig(), *views)] == pytest.approx([2.0 * p, 0.5 * p, 8.0 * p])
