@@ -6,8 +6,10 @@ all of them; the table gives medians and each one's ratio to the first. Give eve
 none of them work besides.
 
 With `--model-bytes` and `--model-params` the table also says which share of this machine's limits the first engine
-reached, both measured here, on this process's cores: decoding one request reads all weights for every token, prefill
-multiplies and adds once a parameter and token.
+reached, both measured here, on this process's cores (engine_worker/bench/limits.py): decoding one request reads all
+weights for every token, prefill multiplies and adds once a parameter and token.
+
+transformers' continuous batching becomes such an engine by `python -m engine_worker.bench.transformers_peer`.
 """
 
 from __future__ import annotations
@@ -16,6 +18,7 @@ import argparse
 import asyncio
 import random
 import statistics
+import subprocess
 import sys
 import time
 from collections.abc import Sequence
@@ -158,21 +161,17 @@ async def compare(
 
 
 def measured_limits() -> tuple[float, float]:
-    """(bytes a second of a read stream, float32 operations a second of a matrix product), on this process's cores."""
-    import numpy as np
+    """(bytes a second, float32 operations a second) of this process's cores. Raises EngineFailed without torch.
 
-    stream = np.ones(1 << 26, dtype=np.float32)  # 256 MiB
-    left = np.ones((512, 2048), dtype=np.float32)
-    right = np.ones((2048, 2048), dtype=np.float32)
-    read_s = min(_timed(lambda: float(stream.sum())) for _ in range(7))
-    product_s = min(_timed(lambda: left @ right) for _ in range(7))
-    return stream.nbytes / read_s, 2.0 * 512 * 2048 * 2048 / product_s
-
-
-def _timed(work: object) -> float:
-    start = time.perf_counter()
-    work()  # type: ignore[operator]
-    return time.perf_counter() - start
+    In a process of its own: nothing here imports torch.
+    """
+    command = [sys.executable, "-m", "engine_worker.bench.limits"]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    if done.returncode != 0:
+        reason = (done.stderr.strip().splitlines() or ["no reason given"])[-1]
+        raise EngineFailed(f"the machine's limits could not be measured, which needs the worker's packages: {reason}")
+    bandwidth, arithmetic = msgspec.json.decode(done.stdout)
+    return bandwidth, arithmetic
 
 
 def _words(count: int, seed: int) -> str:
@@ -215,14 +214,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not cases:
         parser.error(f"no case has {args.cases!r} in its name; there are: {'; '.join(case.name for case in CASES)}")
     limits: dict[str, float] = {}
-    if args.model_bytes or args.model_params:
-        bandwidth, arithmetic = measured_limits()
-        print(f"measured: {bandwidth / 1e9:.1f} GB/s, {arithmetic / 1e9:.0f} GFLOP/s", file=sys.stderr)
-        if args.model_bytes:
-            limits["decode, 1 request"] = bandwidth / args.model_bytes
-        if args.model_params:
-            limits["prefill, 900 tokens"] = arithmetic / (2 * args.model_params)
     try:
+        if args.model_bytes or args.model_params:
+            bandwidth, arithmetic = measured_limits()
+            print(f"measured: {bandwidth / 1e9:.1f} GB/s, {arithmetic / 1e9:.0f} GFLOP/s", file=sys.stderr)
+            if args.model_bytes:
+                limits["decode, 1 request"] = bandwidth / args.model_bytes
+            if args.model_params:
+                limits["prefill, 900 tokens"] = arithmetic / (2 * args.model_params)
         engines = {name: url.rstrip("/") for name, _, url in pairs}
         found = asyncio.run(compare(engines, args.rounds, args.seed, cases))
     except EngineFailed as error:
