@@ -225,6 +225,8 @@ class Answer:
     def abandon(self) -> None:
         """The client doesn't read: drop the connection with what is buffered, where the server lets us."""
         self.completed = True
+        if self._cycle is not None:
+            self._cycle.disconnected = True  # before its socket says so: nobody waits for an answer any more
         connection = self._scope.get("extensions", {}).get("warmgate.connection")
         if connection is not None:
             connection.abort()

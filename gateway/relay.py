@@ -68,6 +68,8 @@ class Relay:
         exchange.cached(cached)
         finish(exchange.record, lease, frame.usage, 0, 0, cached)
         exchange.ended(EndState.COMPLETED, 200)
+        lease.replica.waiting.discard(exchange.guard)
+        exchange.guard.enter(Interrupt.CLIENT_STALLED, self._idle_s)
         await exchange.answer.whole(response.status, response.headers(), body)
 
     async def _stream(self, exchange: Exchange, lease: Lease, response: UpstreamResponse) -> None:

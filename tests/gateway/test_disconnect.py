@@ -8,7 +8,7 @@ import socket
 
 import pytest
 
-from tests.gateway.harness import CHAT, Replica, Running, gateway, until
+from tests.gateway.harness import CHAT, HANG_GUARD_S, Replica, Running, gateway, until
 
 
 class RawClient:
@@ -19,7 +19,9 @@ class RawClient:
         self._body = json.dumps({**CHAT, "stream": stream}).encode()
         self._read_buffer = read_buffer
 
-    async def send(self, headers_only: bool = False) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
+    async def send(
+        self, headers_only: bool = False, times: int = 1
+    ) -> tuple[asyncio.StreamReader, asyncio.StreamWriter]:
         connection = socket.socket()
         if self._read_buffer:
             connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._read_buffer)
@@ -27,7 +29,7 @@ class RawClient:
         await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", self._running.port))
         reader, writer = await asyncio.open_connection(sock=connection, limit=2**10)
         head = f"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ncontent-length: {len(self._body)}\r\n\r\n"
-        writer.write(head.encode() + (b"" if headers_only else self._body))
+        writer.write((head.encode() + (b"" if headers_only else self._body)) * times)
         await writer.drain()
         return reader, writer
 
@@ -77,6 +79,21 @@ async def test_a_client_that_does_not_read_is_dropped_and_holds_nothing():
         await until(lambda: _ended(running, "client_gone") == 1)
         await until(lambda: replica.log.num_aborted == 1)
         writer.close()
+
+
+async def test_a_client_that_does_not_read_whole_answers_is_dropped_and_holds_nothing(caplog):
+    """An answer that waits for it to read the one before doesn't wait for longer than a stream would."""
+    replica = Replica()
+    async with gateway(replica, stream_idle_s=0.3, max_in_flight=1, queue_s=HANG_GUARD_S / 2) as running:
+        replica.play(num_tokens=200_000)
+        reader, writer = await RawClient(running, stream=False, read_buffer=4096).send(times=2)
+        await until(lambda: replica.log.num_started == 2)
+        replica.play()
+        assert (await running.chat()).status_code == 200
+        while await reader.read(2**20):
+            pass
+        writer.close()
+    assert "ASGI" not in caplog.text
 
 
 async def test_many_that_leave_together_leave_nothing_behind():
