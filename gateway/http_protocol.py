@@ -51,6 +51,7 @@ class GatewayProtocol(HttpToolsProtocol):
     _is_repeating = False
     _linger_timer: asyncio.TimerHandle | None = None
     _active_at = 0.0
+    _num_unread = 0  # bytes of answers, when it was last looked whether the connection is idle
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -238,13 +239,17 @@ class GatewayProtocol(HttpToolsProtocol):
     def _look_if_idle(self) -> None:
         """Close a connection on which nothing has happened for the keep-alive time and nothing is going on."""
         left_s = self._active_at + self.timeout_keep_alive - self.loop.time()
+        num_before, self._num_unread = self._num_unread, self.transport.get_write_buffer_size()
         if self._in_head or (self.cycle is not None and not self.cycle.response_complete):
+            left_s = self.timeout_keep_alive
+        elif left_s <= 0 and self._num_unread != num_before:  # the client still reads the last answer
+            self._active_at = self.loop.time()
             left_s = self.timeout_keep_alive
         if left_s > 0:
             self._idle_timer = self.loop.call_later(left_s, self._look_if_idle)
         else:
             self._idle_timer = None
-            if self.transport.get_write_buffer_size():
+            if self._num_unread:
                 self.transport.abort()  # the client doesn't read: closing would wait for it
             else:
                 self.transport.close()

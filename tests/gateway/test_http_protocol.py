@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import socket
 
 import pytest
 
@@ -173,4 +174,37 @@ async def test_the_rest_of_a_refused_body_does_not_keep_its_connection():
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(0.05):
                             await reader.read(1000)
+        writer.close()
+
+
+async def test_an_answer_that_is_read_slowly_but_steadily_is_not_cut(monkeypatch):
+    """A part of it is read before each look whether the connection is idle; the whole takes several of these."""
+    looks: asyncio.Queue[None] = asyncio.Queue()
+    look = GatewayProtocol._look_if_idle
+
+    def noted(self: GatewayProtocol) -> None:
+        look(self)
+        looks.put_nowait(None)
+
+    monkeypatch.setattr(GatewayProtocol, "_look_if_idle", noted)
+    replica = Replica()
+    async with gateway(replica) as running:
+        replica.play(num_tokens=400_000)
+        running._server.config.timeout_keep_alive = 0.5
+        connection = socket.socket()
+        connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
+        connection.setblocking(False)
+        await asyncio.get_running_loop().sock_connect(connection, ("127.0.0.1", running.port))
+        reader, writer = await asyncio.open_connection(sock=connection, limit=2**12)
+        writer.write(HEAD + LENGTH + b"\r\n" + BODY)
+        async with asyncio.timeout(HANG_GUARD_S):
+            head = await reader.readuntil(b"\r\n\r\n")
+            left = int(head.lower().split(b"content-length: ")[1].split(b"\r")[0])
+            while not looks.empty():
+                looks.get_nowait()  # it had not begun yet
+            while left:
+                part = await reader.readexactly(min(left, 1_000_000))
+                left -= len(part)
+                if left:
+                    await looks.get()
         writer.close()
