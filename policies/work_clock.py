@@ -49,6 +49,8 @@ class WorkClock:
         lease.place = place_of(at, lease.prefill_s, self.step_tokens)
         if not self.line:
             self.since = at
+        elif not self.step_tokens:  # news of another gateway's request may come late: the head has begun all the same
+            lease.place = max(lease.place, self.line[0].place)
         elif lease.place < self.line[0].place:
             head, since = self.line[0], max(self.since, busy_until)
             step_s = self._step_left_s(max(head.left_s - max(at - since, 0.0), 0.0), at, since)

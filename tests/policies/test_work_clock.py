@@ -45,6 +45,16 @@ def test_first_come_first_served_overtakes_nobody() -> None:
     assert clock.overtaken_s(0.01, 1.0, -inf) == 0.0
 
 
+def test_news_that_come_late_find_the_head_begun() -> None:
+    """Another gateway's request may have come before ours, and its news after it."""
+    clock = clock_with(lease("ours", 1.0, 1000), lease("theirs", 0.5, 1000), step_tokens=0)
+    assert [each.request_id for each in clock.line] == ["ours", "theirs"]
+    assert left_s(clock, 1.0) == pytest.approx(2.0)
+    for served in list(clock.line):
+        clock.remove(served, 3.0, True, -inf)
+        clock.check_invariants()
+
+
 def test_a_short_prompt_overtakes_a_long_one_but_for_the_step_under_way() -> None:
     clock = clock_with(lease("long", 0.0, 5000), lease("longer", 0.0, 9000))
     # 1.23 s in, the step that began at 1.2 lasts until 1.3
