@@ -50,6 +50,7 @@ class GatewayProtocol(HttpToolsProtocol):
     _in_head = False
     _is_repeating = False
     _linger_timer: asyncio.TimerHandle | None = None
+    _refusal: ApiError | None = None  # of what came behind requests that are still to be answered
     _active_at = 0.0
     _num_unread = 0  # bytes of answers, when it was last looked whether the connection is idle
 
@@ -80,7 +81,7 @@ class GatewayProtocol(HttpToolsProtocol):
             connection.on_gone = None
 
     def data_received(self, data: bytes) -> None:
-        if self._linger_timer is not None:
+        if self._linger_timer is not None or self._refusal is not None:
             return  # refused already
         if self.cycle is None or not self.cycle.response_complete or not self.cycle.more_body:
             self._active_at = self.loop.time()  # the rest of a body that nobody reads any more is no activity
@@ -223,7 +224,9 @@ class GatewayProtocol(HttpToolsProtocol):
         self._active_at = self.loop.time()
         waiting = self.pipeline.pop() if self.pipeline else None
         self.flow.resume_reading()
-        if waiting is not None:
+        if self._refusal is not None and (waiting is None or waiting[0].more_body):
+            self._end_with(self._refusal)
+        elif waiting is not None:
             self._start_asgi_task(*waiting)
 
     def pause_writing(self) -> None:
@@ -275,17 +278,24 @@ class GatewayProtocol(HttpToolsProtocol):
 
     def _refuse(self, error: ApiError) -> None:
         self._stop_header_timer()
-        body = error.body()
         cycle = self.cycle
         turn = getattr(self._connection, "cycle", None)
         is_own_body = cycle is not None and turn is cycle and cycle.more_body and not cycle.response_started
         # Else an answer is on its way, which this would break, or be taken for.
         if not (cycle is None or cycle.response_complete or is_own_body):
-            self.transport.close()
+            if turn is None or turn.more_body:
+                self.transport.close()
+            else:
+                self._refusal = error
             return
         if cycle is not None and is_own_body:  # whoever reads it need not go on
             cycle.disconnected = True
             cycle.message_event.set()
+        self._end_with(error)
+
+    def _end_with(self, error: ApiError) -> None:
+        """The connection's last answer."""
+        body = error.body()
         if self._linger_timer is None:
             self.transport.write(
                 STATUS_LINE[error.status]

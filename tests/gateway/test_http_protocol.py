@@ -96,6 +96,19 @@ async def test_ambiguous_framing_is_refused_and_the_connection_closed(head):
         assert replica.log.num_started == 0
 
 
+@pytest.mark.parametrize("num_good", [1, 3])
+@pytest.mark.parametrize("bad", [b"\x00garbage\r\n\r\n", HEAD + b"transfer-encoding: chunked\r\n\r\nzz\r\n"])
+async def test_what_is_not_http_takes_no_answer_from_the_requests_before_it(num_good, bad):
+    replica = Replica()
+    async with gateway(replica) as running:
+        assert (await running.chat()).status_code == 200
+        answers = await talk(running, (HEAD + LENGTH + b"\r\n" + BODY) * num_good + bad)
+        statuses = [int(part[:3]) for part in answers.split(b"HTTP/1.1 ")[1:]]
+        assert statuses == [200] * num_good + [400]
+        assert replica.log.num_started == 1 + num_good
+        assert answers.endswith(b"}")
+
+
 async def test_a_body_in_chunks_is_read_and_forwarded_whole():
     replica = Replica()
     async with gateway(replica) as running:
