@@ -23,6 +23,7 @@ from loadtest.client import chat
 from loadtest.conversations import Script, Shape, play, write_script
 from loadtest.demo_fleet import Fleet, FleetFailed, running_fleet
 from loadtest.ending import interrupted_by_signals
+from loadtest.options import Parser, count
 from loadtest.records import Record, Summary, summarize
 
 BASELINE, OURS = "round_robin", "warm"
@@ -63,11 +64,11 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(prog="warmgate demo", description=__doc__.split("\n")[0])
-    parser.add_argument("--conversations", type=int, default=Shape().num_conversations)
-    parser.add_argument("--turns", type=int, default=Shape().num_turns)
-    parser.add_argument("--workers", type=int, default=2)
-    parser.add_argument("--concurrency", type=int, default=0, help="users at once (default: two a worker)")
+    parser = Parser(prog="warmgate demo", description=__doc__.split("\n")[0])
+    parser.add_argument("--conversations", type=count, default=Shape().num_conversations)
+    parser.add_argument("--turns", type=count, default=Shape().num_turns)
+    parser.add_argument("--workers", type=count, default=2)
+    parser.add_argument("--concurrency", type=count, default=0, help="users at once (default: two a worker)")
     parser.add_argument("--model", default="demo")
     parser.add_argument("--seed", type=int, default=Shape().seed)
     parser.add_argument("--out", type=Path, help="write every request's raw record as JSON")

@@ -11,7 +11,6 @@ engine process, and as many sequences ended as were begun. Exit code 0 for that,
 
 from __future__ import annotations
 
-import argparse
 import asyncio
 import json
 import random
@@ -28,6 +27,7 @@ from typing import Any
 import aiohttp
 
 from loadtest.ending import bound_to_us, interrupted_by_signals
+from loadtest.options import Parser, count
 from loadtest.tiny_llama import write_tiny_llama
 
 _MODEL = "soak"
@@ -284,9 +284,9 @@ async def _until_ready(url: str, process: asyncio.subprocess.Process) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(prog="python -m loadtest.soak", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--requests", type=int, default=2000, help="how many (default %(default)s)")
-    parser.add_argument("--concurrency", type=int, default=24, help="clients at once (default %(default)s)")
+    parser = Parser(prog="python -m loadtest.soak", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--requests", type=count, default=2000, help="how many (default %(default)s)")
+    parser.add_argument("--concurrency", type=count, default=24, help="clients at once (default %(default)s)")
     parser.add_argument("--seed", type=int, default=1, help="of the mix (default %(default)s)")
     args = parser.parse_args(argv)
     interrupted_by_signals()

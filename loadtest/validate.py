@@ -36,6 +36,7 @@ from loadtest.ending import interrupted_by_signals
 from loadtest.fleet.driver import Driver, Replayed
 from loadtest.fleet.text import Wording
 from loadtest.fleet.wall import WallClock
+from loadtest.options import Parser, above_zero, count
 from loadtest.sim.figures import figures, mean, percentile
 from loadtest.sim.gpus import Gpu
 from loadtest.sim.job import Job, JobStatus
@@ -263,22 +264,24 @@ def table(simulated: Side, live: Side) -> Table:
 
 
 def parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="python -m loadtest.validate", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("--trace", type=Path, required=True)
-    p.add_argument("--requests", type=int, default=200, help="read only so many requests of the trace")
+    p.add_argument("--requests", type=count, default=200, help="read only so many requests of the trace")
     p.add_argument("--model", default="demo")
-    p.add_argument("--workers", type=int, default=2)
-    p.add_argument("--threads", type=int, default=1, help="torch threads of a worker")
+    p.add_argument("--workers", type=count, default=2)
+    p.add_argument("--threads", type=count, default=1, help="torch threads of a worker")
     p.add_argument("--kv-cache-memory", default="256MiB", help="of a worker")
-    p.add_argument("--max-model-len", type=int, default=2048, help="longer requests are left out")
-    p.add_argument("--token-budget", type=int, default=512, help="tokens a step at most")
-    p.add_argument("--max-num-seqs", type=int, default=64)
+    p.add_argument("--max-model-len", type=count, default=2048, help="longer requests are left out")
+    p.add_argument("--token-budget", type=count, default=512, help="tokens a step at most")
+    p.add_argument("--max-num-seqs", type=count, default=64)
     p.add_argument("--worker-args", default="", help="more for `warmgate worker`, such as '--load-format dummy'")
     p.add_argument("--policy", default="warm")
-    p.add_argument("--load", type=float, default=0.5, help="share of what the workers could serve with nothing cached")
-    p.add_argument("--rate", type=float, help="requests a second, instead of --load")
+    p.add_argument(
+        "--load", type=above_zero, default=0.5, help="share of what the workers could serve with nothing cached"
+    )
+    p.add_argument("--rate", type=above_zero, help="requests a second, instead of --load")
     p.add_argument("--seed", type=int, default=1)
     p.add_argument("--json", type=Path)
     return p

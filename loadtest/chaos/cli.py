@@ -29,6 +29,7 @@ from loadtest.chaos.engines import TINY
 from loadtest.chaos.processes import NotStarted
 from loadtest.chaos.run import Options, Result, run
 from loadtest.ending import interrupted_by_signals
+from loadtest.options import Parser, above_zero, count, from_zero
 
 DEFAULT_REQUESTS = 1000
 _MAX_SHOWN = 20
@@ -118,17 +119,19 @@ def _quiet(sentence: str) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Every flag with its default."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="python -m loadtest.chaos", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("--seed", type=int, help="of harms and requests (default: a new one, which is printed)")
-    p.add_argument("--requests", type=int, help=f"end after so many (default {DEFAULT_REQUESTS}, or --duration)")
-    p.add_argument("--duration", type=float, help="end after so many seconds")
-    p.add_argument("--every", type=float, default=10.0, help="seconds between harms, about (default 10)")
-    p.add_argument("--clients", type=int, default=32, help="that ask at once (default 32)")
+    p.add_argument("--requests", type=count, help=f"end after so many (default {DEFAULT_REQUESTS}, or --duration)")
+    p.add_argument("--duration", type=above_zero, help="end after so many seconds")
+    p.add_argument("--every", type=above_zero, default=10.0, help="seconds between harms, about (default 10)")
+    p.add_argument("--clients", type=count, default=32, help="that ask at once (default 32)")
     p.add_argument("--workers", choices=("fake", "engine"), default="fake", help="numbered tokens, or bundled workers")
     p.add_argument("--model", default=TINY, help="for bundled workers (default: a tiny one with random weights)")
-    p.add_argument("--token-s", type=float, default=0.02, help="seconds between a fake worker's tokens (default 0.02)")
+    p.add_argument(
+        "--token-s", type=from_zero, default=0.02, help="seconds between a fake worker's tokens (default 0.02)"
+    )
     p.add_argument("--no-redis", action="store_true", help="gateways that share nothing")
     p.add_argument("--calm", action="store_true", help="no harm at all: the control")
     p.add_argument("--strict", action="store_true", help="times and rates decide too")

@@ -23,6 +23,7 @@ from loadtest.fleet.gateways import DEFAULT_PEERS, GatewayFailed, kind_of
 from loadtest.fleet.report import doubts, table, write_json
 from loadtest.fleet.runs import SIM, FakesFailed, Plan, Row, run
 from loadtest.fleet.text import Wording
+from loadtest.options import Parser, above_zero, count, from_zero, whole
 from loadtest.sim.gpus import TOKEN_BUDGET, parse_fleet
 from loadtest.sim.setup import Fleet, Load, Objective, Setup
 from loadtest.sim.trace import BLOCK_TOKENS, read_trace
@@ -107,7 +108,7 @@ def _with_bar(plan: Plan, name: str, seed: int, console: Console) -> Row:
 
 def parser() -> argparse.ArgumentParser:
     """Every flag with its default."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="python -m loadtest.fleet", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument(
@@ -115,25 +116,27 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--gateways", default=DEFAULT_GATEWAYS, help=f"default {DEFAULT_GATEWAYS}")
     p.add_argument("--peers", type=Path, default=DEFAULT_PEERS, help="virtual environments of others' gateways")
-    p.add_argument("--rounds", type=int, default=1, help="how often each gateway runs")
+    p.add_argument("--rounds", type=count, default=1, help="how often each gateway runs")
     p.add_argument("--json", type=Path, help="write a list of objects, one a run")
-    p.add_argument("--speedup", type=float, default=1.0, help="seconds of the trace in a second")
-    p.add_argument("--compress", type=int, default=16, help="tokens of the trace to a word of text")
-    p.add_argument("--requests", type=int, help="read only so many requests of the trace")
-    p.add_argument("--max-model-len", type=int, help="leave out requests of more tokens (prompt and output)")
+    p.add_argument("--speedup", type=above_zero, default=1.0, help="seconds of the trace in a second")
+    p.add_argument("--compress", type=count, default=16, help="tokens of the trace to a word of text")
+    p.add_argument("--requests", type=count, help="read only so many requests of the trace")
+    p.add_argument("--max-model-len", type=count, help="leave out requests of more tokens (prompt and output)")
     fleet = p.add_argument_group("fleet")
-    fleet.add_argument("--replicas", type=int, default=8)
+    fleet.add_argument("--replicas", type=count, default=8)
     fleet.add_argument("--gpu", default="h100", help="l4, a100, h100, h200, or a mixed fleet: h100:4,l4:4")
-    fleet.add_argument("--blocks", type=int, help="KV blocks a replica (default: what fits)")
-    fleet.add_argument("--token-budget", type=int, default=TOKEN_BUDGET)
-    fleet.add_argument("--max-num-seqs", type=int, default=256)
+    fleet.add_argument("--blocks", type=count, help="KV blocks a replica (default: what fits)")
+    fleet.add_argument("--token-budget", type=count, default=TOKEN_BUDGET)
+    fleet.add_argument("--max-num-seqs", type=count, default=256)
     load = p.add_argument_group("load")
     kind = load.add_mutually_exclusive_group()
-    kind.add_argument("--rate", type=float, default=0.0, help="requests a second of the trace, open loop (0: its own)")
-    kind.add_argument("--users", type=int, default=0, help="so many users, closed loop")
-    load.add_argument("--slice", type=float, help="send nothing after so many seconds of the trace")
-    load.add_argument("--max-think", type=float, default=float("inf"), help="cut thinks to so many seconds")
-    load.add_argument("--ramp", type=float, default=300.0, help="users start within so many seconds")
-    load.add_argument("--ttft-objective", type=float, default=0.5, help="seconds above the cold prefill")
-    load.add_argument("--tpot-objective", type=float, default=0.05, help="seconds an output token")
+    kind.add_argument(
+        "--rate", type=from_zero, default=0.0, help="requests a second of the trace, open loop (0: its own)"
+    )
+    kind.add_argument("--users", type=whole, default=0, help="so many users, closed loop")
+    load.add_argument("--slice", type=above_zero, help="send nothing after so many seconds of the trace")
+    load.add_argument("--max-think", type=from_zero, default=float("inf"), help="cut thinks to so many seconds")
+    load.add_argument("--ramp", type=from_zero, default=300.0, help="users start within so many seconds")
+    load.add_argument("--ttft-objective", type=from_zero, default=0.5, help="seconds above the cold prefill")
+    load.add_argument("--tpot-objective", type=from_zero, default=0.05, help="seconds an output token")
     return p

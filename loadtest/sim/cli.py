@@ -22,9 +22,10 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 
 from engine_worker.core.limits import JOINT_PREFILL_TOKENS
 from loadtest.ending import interrupted_by_signals
+from loadtest.options import Parser, above_zero, count, from_zero, share, whole
 from loadtest.sim.gpus import TOKEN_BUDGET, parse_fleet
 from loadtest.sim.pooled import NAME as POOLED
-from loadtest.sim.report import BASELINE, objects, show, write_json
+from loadtest.sim.report import BASELINE, OWN_PACE, objects, show, write_json
 from loadtest.sim.runs import Outcome, Task, run_all
 from loadtest.sim.search import highest_rate
 from loadtest.sim.setup import Conditions, Fleet, Load, Objective, Setup
@@ -100,8 +101,6 @@ def table_console() -> Console:
 
 def setup_of(options: argparse.Namespace) -> Setup:
     """The fleet and its conditions. Raises ValueError."""
-    if options.replicas < 1 or options.seeds < 1:
-        raise ValueError(f"--replicas {options.replicas} --seeds {options.seeds}: there must be one at least")
     gpus = parse_fleet(options.gpu, options.replicas)
     trace = read_trace(options.trace, 1)
     blocks = _blocks(options, trace.block_tokens)
@@ -154,7 +153,12 @@ def _loads(options: argparse.Namespace, setup: Setup, console: Console) -> tuple
         console.print(f"load 1 is {top:.2f} requests/s, the most at which {options.load_of} keeps 90 % within")
         shares = _numbers(options.load, float, "--load")
         return "load", [(share, replace(setup.load, rate=share * top)) for share in shares]
-    rates = _numbers(options.rate or "0", float, "--rate")
+    if options.rate is None:
+        # A trace without times has no pace of its own; its sessions begin so that a request comes a second.
+        if not read_trace(options.trace, 1).timed:
+            return "rate", [(1.0, replace(setup.load, rate=1.0))]
+        return OWN_PACE, [(0.0, setup.load)]
+    rates = _numbers(options.rate, float, "--rate")
     return "rate", [(rate, replace(setup.load, rate=rate)) for rate in rates]
 
 
@@ -181,8 +185,8 @@ def _numbers(text: str, kind: Callable[[str], float], flag: str) -> list:  # typ
         values = [kind(part) for part in str(text).split(",")]
     except ValueError:
         raise ValueError(f"{flag} {text}: numbers separated by commas are expected") from None
-    if any(value < 0 for value in values):
-        raise ValueError(f"{flag} {text}: no number may be negative")
+    if not all(0 < value < float("inf") for value in values):
+        raise ValueError(f"{flag} {text}: every number must be more than 0")
     return values
 
 
@@ -203,7 +207,7 @@ def _draw(folder: Path, outcomes: list[Outcome], title: str, label_name: str, co
 
 def parser() -> argparse.ArgumentParser:
     """Every flag with its default."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="warmgate replay",
         description=__doc__,
         epilog="formats of traces:\n" + FORMATS_HELP,
@@ -211,49 +215,51 @@ def parser() -> argparse.ArgumentParser:
     )
     p.add_argument("--trace", type=Path, required=True, help="JSON Lines, gzipped or not, in one of the formats below")
     p.add_argument("--policies", default=DEFAULT_POLICIES, help=f"names, or all (default {DEFAULT_POLICIES})")
-    p.add_argument("--requests", type=int, help="read only so many requests of the trace")
-    p.add_argument("--max-model-len", type=int, help="leave out requests of more tokens (prompt and output)")
+    p.add_argument("--requests", type=count, help="read only so many requests of the trace")
+    p.add_argument("--max-model-len", type=count, help="leave out requests of more tokens (prompt and output)")
     p.add_argument("--reuse-outputs", action="store_true", help="later prompts hit the blocks that answers filled")
     fleet = p.add_argument_group("fleet")
-    fleet.add_argument("--replicas", type=int, default=8)
+    fleet.add_argument("--replicas", type=count, default=8)
     fleet.add_argument("--gpu", default="h100", help="l4, a100, h100, h200, or a mixed fleet: h100:4,l4:4")
     fleet.add_argument("--blocks", help="KV blocks a replica (default: what fits); for a mixed fleet one for each kind")
-    fleet.add_argument("--token-budget", type=int, default=TOKEN_BUDGET, help="tokens a step at most")
-    fleet.add_argument("--max-num-seqs", type=int, default=256)
+    fleet.add_argument("--token-budget", type=count, default=TOKEN_BUDGET, help="tokens a step at most")
+    fleet.add_argument("--max-num-seqs", type=count, default=256)
     fleet.add_argument(
         "--joint-prefill-tokens",
-        type=int,
+        type=whole,
         default=JOINT_PREFILL_TOKENS,
         help="tokens of prompts completed in one step, where several are (0: fill every step)",
     )
     load = p.add_argument_group("load")
     kind = load.add_mutually_exclusive_group()
-    kind.add_argument("--rate", help="requests/s for the fleet, open loop (default: the trace's own)")
+    kind.add_argument(
+        "--rate", help="requests/s for the fleet, open loop (default: the trace's own; 1 where it has no times)"
+    )
     kind.add_argument("--load", help="share of the highest rate that --load-of serves well, open loop")
     kind.add_argument("--users", help="so many users, closed loop")
     load.add_argument(
         "--load-of", default=BASELINE, help=f"the policy that load 1 is measured with (default {BASELINE})"
     )
-    load.add_argument("--max-think", type=float, default=float("inf"), help="cut thinks to so many seconds")
-    load.add_argument("--think-scale", type=float, default=1.0)
-    load.add_argument("--ramp", type=float, default=300.0, help="users start within so many seconds")
-    load.add_argument("--duration", type=float, help="send nothing after so many seconds")
-    load.add_argument("--ttft-objective", type=float, default=0.5, help="seconds above the cold prefill")
-    load.add_argument("--tpot-objective", type=float, default=0.05, help="seconds an output token")
+    load.add_argument("--max-think", type=from_zero, default=float("inf"), help="cut thinks to so many seconds")
+    load.add_argument("--think-scale", type=from_zero, default=1.0)
+    load.add_argument("--ramp", type=from_zero, default=300.0, help="users start within so many seconds")
+    load.add_argument("--duration", type=above_zero, help="send nothing after so many seconds")
+    load.add_argument("--ttft-objective", type=from_zero, default=0.5, help="seconds above the cold prefill")
+    load.add_argument("--tpot-objective", type=from_zero, default=0.05, help="seconds an output token")
     rest = p.add_argument_group("conditions")
-    rest.add_argument("--gateways", type=int, default=1)
+    rest.add_argument("--gateways", type=count, default=1)
     rest.add_argument(
-        "--share-delay", type=float, default=0.0, help="seconds until a gateway knows of the others' news"
+        "--share-delay", type=from_zero, default=0.0, help="seconds until a gateway knows of the others' news"
     )
     rest.add_argument("--kv-feed", action="store_true", help="replicas publish KV events")
-    rest.add_argument("--feed-delay", type=float, default=0.0, help="seconds that a KV event takes")
-    rest.add_argument("--feed-loss", type=float, default=0.0, help="probability that a step's KV events are lost")
-    rest.add_argument("--poll", type=float, default=0.0, help="seconds between load reports of a replica (0: none)")
-    rest.add_argument("--mtbf", type=float, default=0.0, help="mean seconds between a replica's deaths (0: none)")
-    rest.add_argument("--mttr", type=float, default=30.0, help="seconds until a dead replica is back")
+    rest.add_argument("--feed-delay", type=from_zero, default=0.0, help="seconds that a KV event takes")
+    rest.add_argument("--feed-loss", type=share, default=0.0, help="probability that a step's KV events are lost")
+    rest.add_argument("--poll", type=from_zero, default=0.0, help="seconds between load reports of a replica (0: none)")
+    rest.add_argument("--mtbf", type=from_zero, default=0.0, help="mean seconds between a replica's deaths (0: none)")
+    rest.add_argument("--mttr", type=above_zero, default=30.0, help="seconds until a dead replica is back")
     out = p.add_argument_group("output")
-    out.add_argument("--seeds", type=int, default=1, help="so many seeds, from 1")
-    out.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one a core)")
+    out.add_argument("--seeds", type=count, default=1, help="so many seeds, from 1")
+    out.add_argument("--jobs", type=count, default=os.cpu_count() or 1, help="processes (default: one a core)")
     out.add_argument("--json", type=Path, help="write a list of objects, one a run")
     out.add_argument("--plots", type=Path, help="a folder for pictures")
     return p

@@ -22,6 +22,7 @@ from typing import Any
 from rich.console import Console
 
 from loadtest.ending import interrupted_by_signals
+from loadtest.options import Parser, count
 from loadtest.sim.cli import bounded_policy, check_policies, run_with_bar, table_console
 from loadtest.sim.gpus import gpu_named
 from loadtest.sim.report import objects, show, write_json
@@ -113,14 +114,14 @@ def _report(names: Sequence[str], outcomes: Sequence[Outcome], options: argparse
 
 
 def _parser() -> argparse.ArgumentParser:
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="python -m loadtest.sim.compare", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("--traces", type=Path, required=True, help="the folder with the two trace files")
     p.add_argument("--scenarios", default="conversation,agents")
     p.add_argument("--policies", default="all")
-    p.add_argument("--seeds", type=int, default=5)
-    p.add_argument("--jobs", type=int, default=os.cpu_count() or 1, help="processes (default: one a core)")
+    p.add_argument("--seeds", type=count, default=5)
+    p.add_argument("--jobs", type=count, default=os.cpu_count() or 1, help="processes (default: one a core)")
     p.add_argument("--json", type=Path)
     p.add_argument("--plots", type=Path)
     return p

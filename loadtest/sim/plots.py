@@ -9,7 +9,7 @@ from typing import Any
 import matplotlib
 
 from loadtest.sim.pooled import NAME as POOLED
-from loadtest.sim.report import Line, bounds_of, lines
+from loadtest.sim.report import Line, bounds_of, lines, load_words
 from loadtest.sim.runs import Outcome
 from loadtest.sim.series import Series
 
@@ -76,7 +76,7 @@ def _over_time(folder: Path, outcomes: Sequence[Outcome], title: str, label_name
         if outcome.series is None:
             continue
         name = f"load_{outcome.task.policy}_{outcome.task.label:g}.png"
-        heading = f"{title}, {label_name} {outcome.task.label:g}, {outcome.task.policy}"
+        heading = f"{title}, {load_words(label_name, outcome.task.label)}, {outcome.task.policy}"
         written.append(_replicas(folder / name, outcome.series, heading))
     return written
 

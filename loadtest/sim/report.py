@@ -19,6 +19,7 @@ from loadtest.sim.pooled import NAME as POOLED
 from loadtest.sim.runs import Outcome
 
 BASELINE = "least_loaded"
+OWN_PACE = "the trace's own pace"  # the name of a load that has no number
 COLUMNS = (
     ("hit ratio", "hit_ratio", 3),
     ("TTFT mean", "ttft_mean_s", 3),
@@ -79,10 +80,14 @@ def show(console: Console, outcomes: Sequence[Outcome], title: str, label_name: 
     for line in lines(outcomes):
         grouped.setdefault(line.label, []).append(line)
     for label, group in grouped.items():
-        name = f"{title}, {label_name} {label:g}"
+        name = f"{title}, {load_words(label_name, label)}"
         console.print(_table(name, group))
         if label in limits:
             console.print(describe(limits[label], group))
+
+
+def load_words(label_name: str, label: float) -> str:
+    return label_name if label_name == OWN_PACE else f"{label_name} {label:g}"
 
 
 def describe(limits: Bounds, group: Sequence[Line]) -> str:

@@ -26,6 +26,7 @@ import uvloop
 
 from loadtest.chaos.processes import NotStarted, free_ports, make_gateway, make_worker
 from loadtest.ending import interrupted_by_signals
+from loadtest.options import Parser, above_zero, count
 from loadtest.streams.measure import Failed, Idle, Memory, Slow, idle, memory, slow
 
 NUM_WORKERS = 2
@@ -137,19 +138,19 @@ def _tell(sentence: str) -> None:
 
 def parser() -> argparse.ArgumentParser:
     """Every flag with its default."""
-    p = argparse.ArgumentParser(
+    p = Parser(
         prog="python -m loadtest.streams", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     p.add_argument("--json", type=Path, help="write the figures there")
     commands = p.add_subparsers(dest="command", required=True)
     one = commands.add_parser("idle", help="streams that wait for their second token")
-    one.add_argument("--streams", type=int, default=10_000)
-    one.add_argument("--hold", type=float, default=30.0, help="seconds for which they are held (default 30)")
+    one.add_argument("--streams", type=count, default=10_000)
+    one.add_argument("--hold", type=above_zero, default=30.0, help="seconds for which they are held (default 30)")
     two = commands.add_parser("slow", help="clients that read one byte a second")
-    two.add_argument("--readers", type=int, default=1000)
-    two.add_argument("--rounds", type=int, default=3)
-    two.add_argument("--phase", type=float, default=15.0, help="seconds of each half of a round (default 15)")
+    two.add_argument("--readers", type=count, default=1000)
+    two.add_argument("--rounds", type=count, default=3)
+    two.add_argument("--phase", type=above_zero, default=15.0, help="seconds of each half of a round (default 15)")
     three = commands.add_parser("memory", help="resident memory over many requests")
-    three.add_argument("--requests", type=int, default=1_000_000)
-    three.add_argument("--clients", type=int, default=32)
+    three.add_argument("--requests", type=count, default=1_000_000)
+    three.add_argument("--clients", type=count, default=32)
     return p

@@ -120,6 +120,25 @@ def test_load_is_a_share_of_what_least_loaded_serves_well(
     run(tmp_path, *flags, "--load", "0.5")
 
 
+@pytest.mark.parametrize("number", ["0", "-3"])
+def test_a_closed_loop_has_users(tmp_path: Path, number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = write(tmp_path / "m.jsonl", mooncake_rows(5))
+    assert main(["--trace", str(trace), "--policies", "warm", f"--users={number}", "--jobs", "1"]) == 1
+    assert f"--users {number}: every number must be more than 0" in capsys.readouterr().err
+
+
+def test_without_a_load_the_table_is_headed_by_what_is_played(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A trace with times has a pace of its own; sessions without have none, and get a request a second."""
+    flags = ("--policies", "warm", "--replicas", "2", "--jobs", "1")
+    for rows, heading in ((mooncake_rows(5), "the trace's own pace"), (session_rows(3), "rate 1")):
+        assert main(["--trace", str(write(tmp_path / "t.jsonl", rows)), *flags]) == 0
+        said = capsys.readouterr().out
+        assert f"t.jsonl, 2 x h100, {heading}" in said
+        assert "rate 0" not in said
+
+
 @pytest.mark.parametrize(
     ("arguments", "complaint"),
     [
@@ -129,8 +148,10 @@ def test_load_is_a_share_of_what_least_loaded_serves_well(
         (("--blocks", "x"), "--blocks x: numbers separated by commas"),
         (("--gpu", "h100:2,l4:1", "--blocks", "1,2,3"), "one for each kind"),
         (("--blocks", "2"), "too small for this trace"),
-        (("--rate", "-1"), "no number may be negative"),
-        (("--replicas", "0"), "--replicas 0"),
+        (("--rate", "-1"), "--rate -1: every number must be more than 0"),
+        (("--rate", "0"), "--rate 0: every number must be more than 0"),
+        (("--rate", "1,nan"), "--rate 1,nan: every number must be more than 0"),
+        (("--blocks", "0"), "--blocks 0: every number must be more than 0"),
     ],
 )
 def test_mistakes_get_a_sentence(
