@@ -9,7 +9,9 @@ _NOT_RETURNED = frozenset(
     {b"connection", b"keep-alive", b"proxy-authenticate", b"proxy-connection", b"te", b"trailer", b"transfer-encoding"}
     | {b"upgrade", b"content-length", b"date", b"server", b"set-cookie", b"x-request-id", b"alt-svc"}
 )
+MAX_TOKENS = 10**8  # of one request, in or out: what says more is wrong
 _CACHED_TOKENS = b"x-warmgate-cached-tokens"
+_MAX_DIGITS = 9
 
 
 def returned(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
@@ -18,9 +20,12 @@ def returned(headers: RawHeaders) -> list[tuple[bytes, bytes]]:
 
 
 def cached_tokens_in(headers: RawHeaders) -> int | None:
-    """What a replica's headers say that it reused."""
+    """What a replica's headers say that it reused; None where they don't, or say what can't be."""
     value = next((value for name, value in headers if name == _CACHED_TOKENS), b"")
-    return int(value) if value.isdigit() else None
+    if not value.isdigit() or len(value) > _MAX_DIGITS:
+        return None
+    cached = int(value)
+    return cached if cached <= MAX_TOKENS else None
 
 
 class AnswerHead:

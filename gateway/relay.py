@@ -19,7 +19,7 @@ from gateway.guard import Interrupt
 from gateway.observe.metrics import Metrics
 from gateway.observe.record import EndState, RequestRecord
 from gateway.openai.errors import error_in, error_of, in_shape
-from gateway.openai.frames import FRAME, Frame, Usage
+from gateway.openai.frames import FRAME, Frame, Usage, reused
 from gateway.openai.sse import SseError, StreamScanner
 from gateway.pump import Pump
 from gateway.resume import Resumer, can_resume
@@ -62,9 +62,7 @@ class Relay:
         frame = Frame()
         if response.header(b"content-encoding") in (None, "identity"):
             frame = read_frame(body)
-        cached = response.cached_tokens
-        if cached is None and frame.usage is not None:
-            cached = frame.usage.cached_tokens
+        cached = reused(response.cached_tokens, frame.usage)
         exchange.cached(cached)
         finish(exchange.record, lease, frame.usage, 0, 0, cached)
         exchange.ended(EndState.COMPLETED, 200)
@@ -178,10 +176,9 @@ def finish(
     if usage is not None:
         num_output = usage.completion_tokens if usage.completion_tokens is not None else num_output
         record.prompt_tokens = usage.prompt_tokens if usage.prompt_tokens is not None else record.prompt_tokens
-        if record.cached_tokens is None:
-            record.cached_tokens = usage.cached_tokens
-        if cached is None:
-            cached = usage.cached_tokens
+        cached = reused(cached, usage, num_before)
+        if record.cached_tokens is None or not num_before:
+            record.cached_tokens = cached
     record.output_tokens = num_output
     num_input = None if usage is None or usage.prompt_tokens is None else usage.prompt_tokens + num_before
     lease.finish(max(0, num_output - num_before), cached, num_input)

@@ -23,7 +23,7 @@ from gateway.exchange import Failure, ReplicaRefused, body_for, note_place, of_i
 from gateway.guard import Interrupt
 from gateway.heads import Head
 from gateway.observe.record import EndState, RequestRecord
-from gateway.openai.frames import Frame
+from gateway.openai.frames import Frame, reused
 from gateway.openai.parse import ParsedRequest
 from gateway.relay import finish, read_frame
 from gateway.router import Lease
@@ -175,9 +175,7 @@ class Run:
             return False  # it is found once more there
         straight, record, parsed = self._straight, self._record, self._parsed
         assert parsed is not None
-        cached = head.cached_tokens
-        if cached is None and frame.usage is not None:
-            cached = frame.usage.cached_tokens
+        cached = reused(head.cached_tokens, frame.usage)
         note_place(record, lease)
         record.cached_tokens = cached
         finish(record, lease, frame.usage, 0, 0, cached)

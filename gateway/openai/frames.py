@@ -5,6 +5,9 @@ from __future__ import annotations
 from typing import Any
 
 import msgspec
+from msgspec.structs import force_setattr
+
+from gateway.answer_head import MAX_TOKENS
 
 
 class PromptDetails(msgspec.Struct, frozen=True):
@@ -12,13 +15,38 @@ class PromptDetails(msgspec.Struct, frozen=True):
 
 
 class Usage(msgspec.Struct, frozen=True):
+    """A figure that no answer can have counts as none: bills and totals are made of them."""
+
     prompt_tokens: int | None = None
     completion_tokens: int | None = None
     prompt_tokens_details: PromptDetails | None = None
 
+    def __post_init__(self) -> None:
+        if not _is_sane(self.prompt_tokens):
+            force_setattr(self, "prompt_tokens", None)
+        if not _is_sane(self.completion_tokens):
+            force_setattr(self, "completion_tokens", None)
+        if self.prompt_tokens_details is not None and not _is_sane(self.prompt_tokens_details.cached_tokens):
+            force_setattr(self, "prompt_tokens_details", None)
+
     @property
     def cached_tokens(self) -> int | None:
         return self.prompt_tokens_details.cached_tokens if self.prompt_tokens_details else None
+
+
+def _is_sane(count: int | None) -> bool:
+    return count is None or 0 <= count <= MAX_TOKENS
+
+
+def reused(said: int | None, usage: Usage | None, num_before: int = 0) -> int | None:
+    """The input tokens that a replica reused, by its head (`said`) or else its usage: no more than it had, which were
+    the prompt's and the `num_before` that other replicas had answered."""
+    if usage is None:
+        return said
+    cached = usage.cached_tokens if said is None else said
+    if cached is None or usage.prompt_tokens is None:
+        return cached
+    return min(cached, usage.prompt_tokens + num_before)
 
 
 class _Choice(msgspec.Struct, frozen=True):

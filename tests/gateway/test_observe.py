@@ -39,6 +39,19 @@ async def test_a_line_a_request_with_its_facts_and_without_its_prompt(tmp_path):
     assert (third["status"], third["end"], third["model"]) == (400, "rejected", "")
 
 
+@pytest.mark.parametrize(("said", "counted"), [(10**23, 0), (-5, 0), (500, 10)])
+async def test_figures_of_a_replica_that_can_not_be_are_not_added_up(said, counted):
+    """On the general way, on the straight one, and in a stream: nobody reuses more than the prompt's ten tokens."""
+    replica = Replica()
+    async with gateway(replica) as running:
+        replica.play(cached_tokens=said)
+        for stream in (False, False, True):
+            answer = await running.chat(stream, stream_options={"include_usage": True} if stream else None)
+            assert answer.status_code == 200
+        assert running.events("warmgate_cached_tokens_total") == 3 * counted
+        assert running.events("warmgate_requests_total") == 3
+
+
 async def test_a_log_that_can_not_be_written_drops_lines_and_counts_them(tmp_path, monkeypatch):
     monkeypatch.setattr("gateway.observe.access_log._MAX_LINES", 2)
     log = AccessLog(str(tmp_path / "x.log"))
