@@ -292,10 +292,7 @@ class Gateway:
         await receive()
         async with self.running():
             await send({"type": "lifespan.startup.complete"})
-            try:
-                await receive()
-            except asyncio.CancelledError:
-                return  # a second signal ends at once; the server would print what comes out of here
+            await receive()
         await send({"type": "lifespan.shutdown.complete"})
 
     def _gauges(self) -> FleetGauges:
