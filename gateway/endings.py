@@ -27,8 +27,8 @@ async def end_broken(exchange: Exchange, failure: Failure, error: ApiError | Non
         await answer.error(error or failure.as_error())
 
 
-async def give_up(exchange: Exchange, failure: Failure, step: GiveUp) -> None:
-    """The last failure is the answer: the replica's own words where it had any."""
+async def give_up(exchange: Exchange, failure: Failure, step: GiveUp, idle_s: float) -> None:
+    """The last failure is the answer: the replica's own words where it had any, if the client reads in `idle_s`."""
     if failure.final:
         raise failure.as_error()
     if not step.relay or failure.body is None:
@@ -39,6 +39,7 @@ async def give_up(exchange: Exchange, failure: Failure, step: GiveUp) -> None:
     headers: Headers = [(b"content-type", failure.content_type.encode("latin-1"))]
     if step.retry_after_s is not None:
         headers.append((b"retry-after", b"%d" % max(1, round(step.retry_after_s))))
+    exchange.guard.enter(Interrupt.CLIENT_STALLED, idle_s)
     await exchange.answer.whole(failure.status, headers, failure.body)
 
 
@@ -53,6 +54,8 @@ async def reject(record: RequestRecord, answer: Answer, error: ApiError) -> None
 async def interrupted(record: RequestRecord, guard: Guard, answer: Answer, cancelled: asyncio.CancelledError) -> None:
     """Interrupted outside an attempt: while the body came, while waiting for a place, while answering."""
     reason = guard.translate(cancelled).reason
+    if reason is Interrupt.CLIENT_STALLED:
+        answer.abandon()
     if record.end is not None:
         return
     if reason is Interrupt.BODY_TIMEOUT:

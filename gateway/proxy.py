@@ -226,7 +226,7 @@ class Proxy:
                     continue
                 step = self._next_step(failure, attempt, route, lease.replica)
                 if isinstance(step, GiveUp):
-                    return await give_up(exchange, failure, step)
+                    return await give_up(exchange, failure, step, self._settings.stream_idle_s)
                 self._num_retrying += not is_counted
                 is_counted = True
                 attempt += 1

@@ -81,12 +81,15 @@ async def test_a_client_that_does_not_read_is_dropped_and_holds_nothing():
         writer.close()
 
 
-async def test_a_client_that_does_not_read_whole_answers_is_dropped_and_holds_nothing(caplog):
+@pytest.mark.parametrize("then", [{"num_tokens": 200_000}, {"fault": "status", "status": 400}], ids=str)
+async def test_a_client_that_does_not_read_whole_answers_is_dropped_and_holds_nothing(then, caplog):
     """An answer that waits for it to read the one before doesn't wait for longer than a stream would."""
     replica = Replica()
     async with gateway(replica, stream_idle_s=0.3, max_in_flight=1, queue_s=HANG_GUARD_S / 2) as running:
         replica.play(num_tokens=200_000)
         reader, writer = await RawClient(running, stream=False, read_buffer=4096).send(times=2)
+        await until(lambda: replica.log.num_started == 1)
+        replica.play(**then)
         await until(lambda: replica.log.num_started == 2)
         replica.play()
         assert (await running.chat()).status_code == 200
