@@ -18,6 +18,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
+from engine_worker.core.limits import JOINT_PREFILL_TOKENS
 from loadtest.ending import interrupted_by_signals
 from loadtest.fleet.gateways import DEFAULT_PEERS, GatewayFailed, kind_of
 from loadtest.fleet.report import doubts, table, write_json
@@ -78,7 +79,7 @@ def plan_of(options: argparse.Namespace) -> Plan:
     )
     setup = Setup(
         trace=options.trace,
-        fleet=Fleet(tuple(gpus), blocks, options.token_budget, options.max_num_seqs),
+        fleet=Fleet(tuple(gpus), blocks, options.token_budget, options.max_num_seqs, options.joint_prefill_tokens),
         load=load,
         objective=Objective(options.ttft_objective, options.tpot_objective),
     )
@@ -128,6 +129,12 @@ def parser() -> argparse.ArgumentParser:
     fleet.add_argument("--blocks", type=count, help="KV blocks a replica (default: what fits)")
     fleet.add_argument("--token-budget", type=count, default=TOKEN_BUDGET)
     fleet.add_argument("--max-num-seqs", type=count, default=256)
+    fleet.add_argument(
+        "--joint-prefill-tokens",
+        type=whole,
+        default=JOINT_PREFILL_TOKENS,
+        help="tokens of prompts completed in one step, where several are (0: fill every step), of all gateways' fakes",
+    )
     load = p.add_argument_group("load")
     kind = load.add_mutually_exclusive_group()
     kind.add_argument(

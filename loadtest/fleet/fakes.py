@@ -18,6 +18,7 @@ import zmq.asyncio
 from aiohttp import web
 from aiohttp.http_exceptions import BadHttpMessage
 
+from engine_worker.core.limits import JOINT_PREFILL_TOKENS
 from loadtest.fleet.http import make_app
 from loadtest.fleet.kv_feed import KVFeed
 from loadtest.fleet.replica import FakeReplica, Lexicon, ReplicaConfig
@@ -54,18 +55,24 @@ async def start_replicas(
     return replicas, urls
 
 
-async def serve(options: argparse.Namespace) -> None:
-    wording = Wording(options.block_tokens, options.compress)
+def configs_of(options: argparse.Namespace) -> list[ReplicaConfig]:
+    """Raises ValueError."""
     gpus = parse_fleet(options.gpu, options.replicas)
     blocks = options.blocks if len(options.blocks) > 1 else options.blocks * len(gpus)
     if len(blocks) != len(gpus):
         raise ValueError(f"--blocks has {len(blocks)} numbers for {len(gpus)} replicas")
-    configs = [
+    return [
         ReplicaConfig(
-            f"r{index:02d}", options.model, gpu, size, options.token_budget, options.max_num_seqs, options.manner
+            f"r{index:02d}", options.model, gpu, size, options.token_budget, options.max_num_seqs, options.manner,
+            options.joint_prefill_tokens,
         )
         for index, (gpu, size) in enumerate(zip(gpus, blocks, strict=True))
-    ]
+    ]  # fmt: skip
+
+
+async def serve(options: argparse.Namespace) -> None:
+    """Until standard input ends, or SIGTERM. Raises ValueError, OSError."""
+    wording, configs = Wording(options.block_tokens, options.compress), configs_of(options)
     logging.getLogger("aiohttp.server").addFilter(is_ours_to_tell)
     stop = asyncio.Event()
     loop = asyncio.get_running_loop()
@@ -83,7 +90,8 @@ async def serve(options: argparse.Namespace) -> None:
         await stop.wait()
 
 
-def main(arguments: list[str] | None = None) -> int:
+def parser() -> argparse.ArgumentParser:
+    """Every flag with its default."""
     p = argparse.ArgumentParser(prog="python -m loadtest.fleet.fakes", description=__doc__.splitlines()[0])
     p.add_argument("--replicas", type=int, default=8)
     p.add_argument("--gpu", default="h100")
@@ -95,8 +103,14 @@ def main(arguments: list[str] | None = None) -> int:
     p.add_argument("--model", default="fake")
     p.add_argument("--token-budget", type=int, default=TOKEN_BUDGET)
     p.add_argument("--max-num-seqs", type=int, default=256)
+    p.add_argument("--joint-prefill-tokens", type=int, default=JOINT_PREFILL_TOKENS)
+    return p
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """0 after a sign to end; 1, with a sentence on stderr, when it could not begin."""
     try:
-        asyncio.run(serve(p.parse_args(arguments)))
+        asyncio.run(serve(parser().parse_args(arguments)))
     except (ValueError, OSError) as problem:
         print(problem, file=sys.stderr)
         return 1

@@ -8,8 +8,10 @@ from typing import Any
 import msgspec
 from aiohttp import web
 
+from engine_worker.contract.errors import ApiError
 from engine_worker.contract.prompt import PromptError, PromptRenderer
 from engine_worker.contract.state import WorkerState
+from engine_worker.contract.work import WORK_HEADER, read_work
 from engine_worker.core.scheduler import RequestTooLarge
 from loadtest.fleet.replica import FakeReplica, Play, refused
 from loadtest.fleet.text import MAX_MODEL_LEN, tokenizer_bundle
@@ -77,9 +79,11 @@ class _Server:
             return refused(f"the body can't be read: {error}")
         most = body.max_completion_tokens or body.max_tokens or 16
         try:
-            play = self.replica.submit(body.text(), most)
+            play = self.replica.submit(body.text(), most, self._work_s(request))
         except RequestTooLarge as error:
             return refused(str(error))
+        except ApiError as error:
+            return web.Response(status=error.status, body=error.body(), content_type="application/json")
         try:
             is_chat = request.path.endswith("chat/completions")
             if body.stream:
@@ -88,6 +92,14 @@ class _Server:
             return await self._whole(play, is_chat)
         finally:
             self.replica.cancel(play)
+
+    def _work_s(self, request: web.Request) -> float:
+        """Raises ApiError. vLLM doesn't know the header."""
+        value = request.headers.get(WORK_HEADER.decode())
+        if value is None or self.replica.config.manner == "vllm":
+            return 0.0
+        self.replica.counts.num_with_work += 1
+        return read_work(value.encode("utf-8", "surrogateescape"))
 
     async def _whole(self, play: Play, is_chat: bool) -> web.Response:
         await play.last
@@ -160,11 +172,13 @@ class _Server:
             version="fake",
             model=config.model,
             tokenizer_fingerprint=tokenizer_bundle().fingerprint,
+            model_fingerprint=tokenizer_bundle().fingerprint,  # without one a gateway takes it for another's engine
             max_model_len=MAX_MODEL_LEN,
             block_size=replica.wording.block_words,
             num_blocks=stats.num_blocks,
             num_free_blocks=stats.num_free_blocks,
             num_cached_blocks=stats.num_cached_blocks,
+            step_tokens=replica.step_words,
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
             queued_prefill_tokens=stats.queued_prefill_tokens // replica.wording.compress,

@@ -4,8 +4,10 @@ Inside everything counts in the trace's tokens, outside in words (text.py). Of a
 it is made and the others together with the last: what matters to a gateway, the moments and the usage, is all there,
 and a machine with few cores can play a large fleet.
 
-Two manners: as the bundled worker (state, tokenizer, cached tokens in a header), or as vLLM (metrics, status line at
-once, cached tokens in the usage alone). Both publish KV events; only the first says where.
+Two manners: as the bundled worker (state, tokenizer, cached tokens in a header; it serves the shortest first as it is
+told, contract/work.py), or as vLLM (metrics, status line at once, cached tokens in the usage alone; first come, first
+served). Both publish KV events; only the first says where. Steps are made alike in both (core/step.py), so what differs
+between gateways is where they send what, and the order that they ask for.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ from typing import Any, Literal
 from aiohttp import web
 
 from engine_worker.contract.errors import error_body
+from engine_worker.core.limits import JOINT_PREFILL_TOKENS
 from engine_worker.core.scheduler import RequestTooLarge
 from engine_worker.core.types import BlockHash, Request, RequestUpdate, SamplingParams
 from loadtest.fleet.kv_feed import KVFeed
@@ -35,7 +38,8 @@ Manner = Literal["warmgate", "vllm"]
 
 @dataclass(frozen=True, slots=True)
 class ReplicaConfig:
-    """`num_blocks` of the trace's size."""
+    """`num_blocks` of the trace's size. `token_budget` and what follows but `manner`: the scheduler's limits
+    (core/limits.py), in the trace's tokens."""
 
     name: str
     model: str
@@ -44,6 +48,7 @@ class ReplicaConfig:
     token_budget: int
     max_num_seqs: int
     manner: Manner
+    joint_prefill_tokens: int = JOINT_PREFILL_TOKENS
 
 
 class Lexicon:
@@ -99,6 +104,7 @@ class Counts:
     num_finished: int = 0
     num_cancelled: int = 0
     num_refused: int = 0
+    num_with_work: int = 0
     num_polls: int = 0
     num_output_tokens: int = 0
     unknown_paths: dict[str, int] = field(default_factory=dict)
@@ -127,15 +133,22 @@ class FakeReplica:
             self._publish,
             config.token_budget,
             config.max_num_seqs,
+            joint_prefill_tokens=config.joint_prefill_tokens,
         )
+
+    @property
+    def step_words(self) -> int:
+        """What a step computes at most, in words; at least one, since none would say "first come, first served"."""
+        return max(self.config.token_budget // self.wording.compress, 1)
 
     @property
     def plays(self) -> list[Play]:
         """Requests under way."""
         return list(self._plays.values())
 
-    def submit(self, prompt: str, num_output_words: int) -> Play:
-        """Raises RequestTooLarge."""
+    def submit(self, prompt: str, num_output_words: int, work_s: float = 0.0) -> Play:
+        """`work_s`: its prefill as the gateway expects it, in seconds of the wall, by which a gateway has measured.
+        Raises RequestTooLarge."""
         now = self._clock.sync()
         num_words, names = self._lexicon.read(prompt)
         request = SimRequest(
@@ -143,6 +156,7 @@ class FakeReplica:
             prompt_ids=range(max(num_words, 1) * self.wording.compress),  # type: ignore[arg-type]
             params=SamplingParams(max_tokens=num_output_words * self.wording.compress),
             arrival_s=now,
+            work_s=work_s * self._clock.speedup,
             names=names,
         )
         try:
@@ -208,6 +222,7 @@ class FakeReplica:
             "num_finished": self.counts.num_finished,
             "num_cancelled": self.counts.num_cancelled,
             "num_refused": self.counts.num_refused,
+            "num_with_work": self.counts.num_with_work,
             "num_polls": self.counts.num_polls,
             "unknown_paths": self.counts.unknown_paths,
             "lag": lag_row(self._clock.lags_s, "lag"),

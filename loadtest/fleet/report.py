@@ -21,6 +21,7 @@ COLUMNS = (
     ("p99", "ttft_p99_s", 2),
     ("within", "within_objective", 3),
     ("imbalance", "imbalance", 2),
+    ("busy", "utilization", 2),
 )
 SPREAD = ("hit_ratio", "ttft_mean_s", "ttft_p90_s")
 MOST_LAG = 0.1  # of the mean TTFT, at the 99th percentile

@@ -104,16 +104,22 @@ def simulated(plan: Plan, name: str, seed: int) -> Row:
     return Row(gateway=name, **shared)
 
 
+def fakes_arguments(plan: Plan, manner: Manner) -> list[str]:
+    """For the fleet's process."""
+    fleet, wording = plan.setup.fleet, plan.wording
+    return [
+        *("--replicas", str(fleet.size), "--gpu", plan.gpu, "--blocks", *map(str, fleet.num_blocks)),
+        *("--block-tokens", str(wording.block_tokens), "--compress", str(wording.compress)),
+        *("--speedup", str(plan.speedup), "--manner", manner, "--model", MODEL),
+        *("--token-budget", str(fleet.token_budget), "--max-num-seqs", str(fleet.max_num_seqs)),
+        *("--joint-prefill-tokens", str(fleet.joint_prefill_tokens)),
+    ]
+
+
 @contextlib.contextmanager
 def running_fakes(plan: Plan, manner: Manner) -> Iterator[tuple[list[Upstream], int]]:
     """A fleet with empty caches, and its process. Raises FakesFailed."""
-    fleet, wording = plan.setup.fleet, plan.wording
-    command = [
-        *(sys.executable, "-m", "loadtest.fleet.fakes", "--replicas", str(fleet.size), "--gpu", plan.gpu),
-        *("--blocks", *map(str, fleet.num_blocks), "--block-tokens", str(wording.block_tokens)),
-        *("--compress", str(wording.compress), "--speedup", str(plan.speedup), "--manner", manner),
-        *("--model", MODEL, "--token-budget", str(fleet.token_budget), "--max-num-seqs", str(fleet.max_num_seqs)),
-    ]
+    command = [sys.executable, "-m", "loadtest.fleet.fakes", *fakes_arguments(plan, manner)]
     process = subprocess.Popen(bound_to_us(command), stdin=subprocess.PIPE, stdout=subprocess.PIPE, process_group=0)
     assert process.stdin is not None
     assert process.stdout is not None

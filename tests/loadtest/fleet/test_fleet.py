@@ -8,9 +8,10 @@ import socket
 from dataclasses import replace
 from pathlib import Path
 
+import httpx
 import pytest
 
-from loadtest.fleet import cli, gateways, runs
+from loadtest.fleet import cli, fakes, gateways, runs
 from loadtest.fleet.driver import ChatSpeech, Driver
 from loadtest.fleet.report import doubts, table
 from loadtest.fleet.runs import Row
@@ -56,6 +57,32 @@ def test_users_go_on_when_they_are_answered(tmp_path: Path) -> None:
     row = runs.run(plan, "warmgate-text:least_loaded", seed=3)
     assert row.num_failed == 0
     assert row.num_requests > 4
+
+
+@pytest.mark.e2e
+@pytest.mark.parametrize(("gateway", "is_told"), [("warmgate", True), ("warmgate-text", False)])
+def test_our_gateway_tells_bundled_workers_alone_the_work(gateway: str, is_told: bool, tmp_path: Path) -> None:
+    trace = write(tmp_path / "t.jsonl", mooncake_rows(3))
+    plan = cli.plan_of(cli.parser().parse_args(["--trace", str(trace), "--replicas", "1", "--blocks", "200"]))
+    body = {"model": runs.MODEL, "messages": [{"role": "user", "content": "bab "}], "max_tokens": 1}
+    with (
+        runs.running_fakes(plan, gateways.kind_of(gateway).manner) as ([upstream], _),
+        gateways.running_gateway(gateway, [upstream], runs.MODEL, plan.wording.block_words, tmp_path) as running,
+    ):
+        for stream in (False, True):
+            asked = {**body, "stream": stream}
+            httpx.post(f"{running.base_url}/v1/chat/completions", json=asked, timeout=30.0).raise_for_status()
+        stats = httpx.get(f"{upstream.url}/fake/stats").json()
+    assert stats["num_with_work"] == (2 if is_told else 0)
+
+
+def test_the_fleets_process_gets_the_schedulers_limits(tmp_path: Path) -> None:
+    trace = write(tmp_path / "t.jsonl", mooncake_rows(3))
+    limits = [*("--token-budget", "2048", "--max-num-seqs", "9"), *("--joint-prefill-tokens", "0")]
+    plan = cli.plan_of(cli.parser().parse_args(["--trace", str(trace), "--replicas", "2", *limits]))
+    assert plan.setup.fleet.joint_prefill_tokens == 0
+    for config in fakes.configs_of(fakes.parser().parse_args(runs.fakes_arguments(plan, "vllm"))):
+        assert (config.token_budget, config.max_num_seqs, config.joint_prefill_tokens) == (2048, 9, 0)
 
 
 async def test_a_gateway_that_is_not_there_fails_every_request_and_ends() -> None:

@@ -32,6 +32,7 @@ from tests.loadtest.sim.traces import request, timed
 
 W = Wording(512, 16)
 SPEEDUP = 500.0
+BEFORE = request(90, 91)
 
 
 class Bench:
@@ -52,10 +53,12 @@ class Bench:
         return [json.loads(event) for event in events[:-1]]
 
 
-async def bench_of(stack: AsyncExitStack, manner: Manner = "warmgate", num_blocks: int = 40) -> Bench:
+async def bench_of(
+    stack: AsyncExitStack, manner: Manner = "warmgate", num_blocks: int = 40, joint_prefill_tokens: int = 512
+) -> Bench:
     clock = WallClock(SPEEDUP)
     stack.callback(clock.close)
-    config = ReplicaConfig("r00", "m", GPUS["h100"], num_blocks, 8192, 256, manner)
+    config = ReplicaConfig("r00", "m", GPUS["h100"], num_blocks, 8192, 256, manner, joint_prefill_tokens)
     [replica], [url] = await start_replicas(stack, [config], W, clock)
     return Bench(replica, url, clock)
 
@@ -139,8 +142,63 @@ async def test_its_state_and_tokenizer_are_a_workers(bench: Bench) -> None:
         body = {"model": "m", "messages": [{"role": "user", "content": text}]}
         told = await (await session.post(f"{bench.url}/tokenize", json=body)).json()
     assert (state.status, state.block_size, state.num_blocks, state.model) == ("ready", 32, 40, "m")
+    assert state.step_tokens == 8192 // 16, "in words, as all that it says"
+    assert state.model_fingerprint, "a gateway tells nobody else how much work it expects"
     assert msgspec.json.decode(data, type=TokenizerBundle).fingerprint == state.tokenizer_fingerprint
     assert tuple(told["tokens"]) == token_ids(text)
+
+
+async def waits(bench: Bench, *asked: tuple[TraceRequest, float], monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """Seconds from the end of a step that all `asked`, each with its work, waited for to their first tokens."""
+    now = bench.clock.read()
+    monkeypatch.setattr(bench.clock, "read", lambda: now)  # all of them at one moment
+    before, *plays = [
+        bench.replica.submit(W.prompt(each, number), 1, work_s)
+        for number, (each, work_s) in enumerate([(BEFORE, 0.0), *asked])
+    ]
+    monkeypatch.undo()
+    await asyncio.gather(*[play.last for play in plays])
+    assert before.first_at is not None
+    return [play.first_at - before.first_at for play in plays]  # type: ignore[operator]
+
+
+async def test_the_least_work_goes_first_and_without_work_the_first_to_come(
+    bench: Bench, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    long, short = request(*range(12)), request(40, tail=9)
+    first, second = await waits(bench, (long, 0.01), (short, 0.001), monkeypatch=monkeypatch)
+    assert second < first
+    first, second = await waits(bench, (request(*range(50, 62)), 0.0), (request(80), 0.0), monkeypatch=monkeypatch)
+    assert first < second
+
+
+async def test_a_step_that_completes_a_prompt_is_not_filled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Unless it is started so that steps are filled."""
+    firsts = []
+    for joint_prefill_tokens in (512, 0):
+        async with AsyncExitStack() as stack:
+            bench = await bench_of(stack, joint_prefill_tokens=joint_prefill_tokens)
+            short, long = (request(40, tail=9), 0.0), (request(*range(20)), 0.0)
+            firsts.append((await waits(bench, short, long, monkeypatch=monkeypatch))[0])
+    gpu, size, decoding = GPUS["h100"], 512 + 16, (1, 16 * W.num_words(BEFORE) + 1)
+    assert firsts[0] == pytest.approx(gpu.step_seconds([(size, 0)], *decoding))
+    assert firsts[1] == pytest.approx(gpu.step_seconds([(size, 0), (8191 - size, 0)], *decoding))
+
+
+@pytest.mark.parametrize(("manner", "work_s"), [("warmgate", 0.25), ("vllm", 0.0)])
+async def test_only_a_bundled_worker_knows_the_header(manner: Manner, work_s: float) -> None:
+    body = {"model": "m", "prompt": W.prompt(request(1, 2), "x"), "max_tokens": 1000, "stream": True}
+    async with AsyncExitStack() as stack:
+        bench = await bench_of(stack, manner)
+        session = await stack.enter_async_context(aiohttp.ClientSession())
+        response = await session.post(f"{bench.url}/v1/completions", json=body, headers={"x-warmgate-work": "0.25"})
+        await response.content.readline()
+        [play] = bench.replica.plays
+        assert play.request.work_s == work_s * SPEEDUP, "in the trace's seconds, as the moment that it came"
+        response.close()
+        bad = await session.post(f"{bench.url}/v1/completions", json=body, headers={"x-warmgate-work": "soon"})
+        assert bad.status == (400 if manner == "warmgate" else 200)
+        bad.close()
 
 
 async def test_kv_events_carry_the_words_tokens_and_can_be_replayed(bench: Bench) -> None:
