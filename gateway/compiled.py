@@ -66,6 +66,7 @@ MODULES = (
     "gateway.tenancy.limits",
     "gateway.tenancy.refusals",
     "gateway.admission",
+    "gateway.tenancy.estimate",
     "gateway.tenancy.service",
     "gateway.router",
     "gateway.replicas.gate",

@@ -21,18 +21,11 @@ TOKENS_PER_MEDIUM: Final = 1024
 _PART_TEXTS: Final = ("text", "refusal", "thinking")
 
 
-class _Input(msgspec.Struct):
-    input: Any = None
-
-
-_input_of = msgspec.json.Decoder(_Input).decode
-
-
 def estimate(parsed: ParsedRequest) -> tuple[int, int]:
     """Prompt and output tokens."""
     source = parsed.source
     if source is None:  # embeddings: seldom, so that they may be read once more
-        return prompt_tokens(_input_of(parsed.body).input), 0
+        return prompt_tokens(msgspec.json.decode(parsed.body).get("input")), 0
     given = parsed.max_output_tokens
     output = (EXPECTED_OUTPUT_TOKENS if given is None else given) * parsed.num_choices
     return (prompt_tokens(source.prompt) if source.messages is None else _chat_tokens(source)), output
