@@ -99,7 +99,7 @@ class GatewaySettings(BaseSettings):
     first_token_s   from dispatch to the first token of a streamed answer, then failover
     stuck_after_s   a replica that has answered no poll this long loses the requests still waiting on it to failover
     resume          answers that break after their first token are continued elsewhere: off, exact or all (resume.py)
-    stream_idle_s   between two chunks of a stream, from a replica or to a client that doesn't read
+    stream_idle_s   between two chunks of a stream from a replica, and for a client that doesn't read what it asked for
     request_s       a whole request, from its last byte read to its last byte sent (--request-timeout means it, too);
                     a client that says in x-stainless-read-timeout how long it waits gets no longer than that
     body_s          for a client to send its request's body
