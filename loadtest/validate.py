@@ -5,7 +5,8 @@
 Live: `warmgate up` with real workers. First their speed is measured at their API, all at once, as they will run, and
 fitted to the service model (speed_fit.py). Then the slice is sent through the gateway; then simulated with the fitted
 speeds, the workers' own block count and step budget, the same policy and the same moments. A trace's block of B tokens
-becomes one KV block, so prompts of 12,000 tokens become some of 400, which a CPU can serve.
+becomes one KV block, so prompts of 12,000 tokens become some of 400, which a CPU can serve. The way of a request
+through gateway and HTTP, which the simulator doesn't have, is measured too and added to its times to first token.
 
 Printed side by side: hit ratio (target: within 2 points) and median time to first token (target: within 10 %).
 """
@@ -45,7 +46,7 @@ from loadtest.sim.setup import Fleet as SimFleet
 from loadtest.sim.setup import Load, Setup
 from loadtest.sim.simulation import Simulation
 from loadtest.sim.trace import Trace, TraceRequest, read_trace
-from loadtest.speed_fit import Measured, fit
+from loadtest.speed_fit import Measured, fit, fit_way
 
 HIT_RATIO_TARGET = 0.02
 TTFT_TARGET = 0.10
@@ -53,6 +54,7 @@ BLOCK_SIZE = 16
 IDS = range(300, 1300)  # ordinary tokens in every vocabulary that we have met
 DECODE_TOKENS = 24
 TRIES = 3
+WAY_TRIES = 9
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -108,7 +110,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     worker_args = (
         *("--block-size", str(BLOCK_SIZE), "--max-num-batched-tokens", str(options.token_budget)),
         *("--threads", str(options.threads), "--kv-cache-memory", options.kv_cache_memory),
-        *("--max-model-len", str(options.max_model_len)),
+        *("--max-model-len", str(options.max_model_len), "--max-num-seqs", str(options.max_num_seqs)),
         *shlex.split(options.worker_args),
     )
     try:
@@ -138,11 +140,14 @@ async def _validate(fleet: Fleet, trace: Trace, options: argparse.Namespace, con
         most = min(states[0].max_model_len - DECODE_TOKENS - 1, options.token_budget)
         console.print("measuring the workers' speed ...")
         measured = await asyncio.gather(*[_measure(client, url, fleet.model, most, n) for n, url in enumerate(urls)])
+        through = await _ways(client, fleet.base_url, fleet.model)
     # The workers are alike, and so one fit of all that was measured is the truest.
     pooled = Measured(
         tuple(pair for each in measured for pair in each.prefills),
         tuple(pair for each in measured for pair in each.decodes),
+        tuple(way for each in measured for way in each.ways),
     )
+    way_s = fit_way(replace(pooled, ways=through))
     gpus = [fit("worker", pooled, state.num_blocks) for state in states]
     rate = options.rate or options.load * len(gpus) / mean_work_s(trace, gpus, options.token_budget)
     load = Load(rate=rate)
@@ -158,8 +163,9 @@ async def _validate(fleet: Fleet, trace: Trace, options: argparse.Namespace, con
         fleet=SimFleet(tuple(gpus), tuple(gpu.num_blocks for gpu in gpus), options.token_budget, options.max_num_seqs),
         load=load,
     )
-    simulated = simulate(setup, trace, options.policy, options.seed)
-    return {"simulated": simulated, "live": live, "rate": rate, "speed": asdict(gpus[0]), "errors": errors}
+    simulated = simulate(setup, trace, options.policy, options.seed, way_s)
+    speed = {**asdict(gpus[0]), "way_s": way_s}
+    return {"simulated": simulated, "live": live, "rate": rate, "speed": speed, "errors": errors}
 
 
 async def _workers(client: httpx.AsyncClient, fleet: Fleet) -> tuple[list[str], list[WorkerState]]:
@@ -181,7 +187,13 @@ async def _measure(client: httpx.AsyncClient, url: str, model: str, most: int, n
             if attempt:  # the first round warms up
                 prefills.append((length, ttft_s))
                 decodes.append((length + DECODE_TOKENS // 2, tpot_s))
-    return Measured(tuple(prefills), tuple(decodes))
+    return Measured(tuple(prefills), tuple(decodes), await _ways(client, url, model))
+
+
+async def _ways(client: httpx.AsyncClient, url: str, model: str) -> tuple[float, ...]:
+    """Seconds to the first token of a prompt that is no work to speak of; the first try warms up."""
+    tries = [(await _timed(client, url, model, [IDS[number]]))[0] for number in range(WAY_TRIES + 1)]
+    return tuple(tries[1:])
 
 
 async def _timed(client: httpx.AsyncClient, url: str, model: str, prompt: list[int]) -> tuple[float, float]:
@@ -213,10 +225,13 @@ def mean_work_s(trace: Trace, gpus: Sequence[Gpu], token_budget: int) -> float:
     return mean(works)
 
 
-def simulate(setup: Setup, trace: Trace, policy: str, seed: int) -> Side:
+def simulate(setup: Setup, trace: Trace, policy: str, seed: int, way_s: float = 0.0) -> Side:
+    """`way_s`: seconds that a client waits for each first token beside the simulation's."""
     simulation = Simulation(setup, trace, PromptBook(), policy, seed)
     simulation.run()
     row = figures(simulation, policy, seed).row()
+    for name in ("ttft_p50_s", "ttft_mean_s", "ttft_p90_s"):
+        row[name] += way_s
     return Side(**{name: row[name] for name in Side.__dataclass_fields__})
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from loadtest.sim.gpus import GPUS, Gpu
 from loadtest.sim.setup import Fleet, Load, Setup
-from loadtest.speed_fit import Measured, fit, least_squares
+from loadtest.speed_fit import Measured, fit, fit_way, least_squares
 from loadtest.validate import BLOCK_SIZE, IdSpeech, Side, mean_work_s, misses, scaled, simulate, table
 from tests.loadtest.sim.traces import request, timed
 
@@ -24,6 +24,20 @@ def test_the_fit_finds_the_constants_behind_exact_times() -> None:
     found = fit("fitted", Measured(tuple(prefills), tuple(decodes)), 300)
     for name in ("weights_s", "linear_s", "kv_s", "attention_s", "step_s"):
         assert getattr(found, name) == pytest.approx(getattr(CPU, name), rel=0.02), name
+
+
+def test_the_way_to_an_engine_is_no_part_of_its_steps() -> None:
+    way_s = 0.007
+    prefills = [(n, way_s + CPU.step_seconds([(n, 0)], 0, 0)) for n in (64, 128, 256, 400, 512)]
+    decodes = [(context, CPU.step_seconds((), 1, context)) for context in (80, 200, 500)]
+    ways = [way_s + CPU.step_seconds([(1, 0)], 0, 0), 1.0, way_s + CPU.step_seconds([(1, 0)], 0, 0)]
+    measured = Measured(tuple(prefills), tuple(decodes), tuple(ways))
+    assert fit_way(measured) == pytest.approx(way_s, rel=0.02)
+    found = fit("fitted", measured, 300)
+    for name in ("weights_s", "linear_s", "step_s"):
+        assert getattr(found, name) == pytest.approx(getattr(CPU, name), rel=0.05), name
+    assert fit_way(replace(measured, ways=(0.001,))) == 0.0, "never less than none"
+    assert fit_way(replace(measured, ways=())) == 0.0
 
 
 def test_an_outlier_in_three_tries_changes_nothing() -> None:
@@ -66,6 +80,13 @@ def test_the_simulated_side_runs_with_a_fitted_fleet() -> None:
     found = simulate(setup, trace, "warm", 1)
     assert found.num_requests == 6
     assert found.hit_ratio > 0.5
+    further = simulate(setup, trace, "warm", 1, way_s=0.5)
+    assert further == replace(
+        found,
+        ttft_p50_s=found.ttft_p50_s + 0.5,
+        ttft_mean_s=found.ttft_mean_s + 0.5,
+        ttft_p90_s=found.ttft_p90_s + 0.5,
+    )
     assert mean_work_s(trace, [CPU, GPUS["h100"]], 512) > CPU.cold_prefill_s(49)
 
 
