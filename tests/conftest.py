@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 import os
+import signal
 
 import pytest
 
 # Triton decides at its first import whether kernels are compiled or interpreted, and transformers imports it. Tests
 # need no GPU: kernels are interpreted, on CPU tensors. Set to 0, tests of kernels are skipped.
 os.environ.setdefault("TRITON_INTERPRET", "1")
+
+# Under nohup, or as a script's background job, processes that tests start would ignore the signals sent to them.
+# A handler of ours is not inherited: processes start with the default, and this one still lives through its terminal.
+for _number in (signal.SIGHUP, signal.SIGINT):
+    if signal.getsignal(_number) is signal.SIG_IGN:
+        signal.signal(_number, lambda *_: None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -36,7 +36,8 @@ class Driver:
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            if signal.getsignal(number) is not signal.SIG_IGN:  # nohup's SIGHUP
+            # nohup's SIGHUP stays ignored; SIGINT is ignored by any background job of a script, and who sends it means it
+            if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, self._asked_to_stop)
         timeout = httpx.Timeout(5.0)
         async with httpx.AsyncClient(timeout=timeout, trust_env=False) as client:
