@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import asyncio
+import functools
+import itertools
 from typing import Any
 
 import msgspec
@@ -18,6 +19,7 @@ from loadtest.fleet.text import MAX_MODEL_LEN, tokenizer_bundle
 
 MAX_BODY_BYTES = 64 * 1024 * 1024
 _FILLER = "bab "
+_UNREADABLE = (PromptError, msgspec.DecodeError, KeyError, TypeError)
 
 
 class _Message(msgspec.Struct):
@@ -63,6 +65,8 @@ def make_app(replica: FakeReplica) -> web.Application:
     if replica.config.manner == "warmgate":
         app.router.add_get("/internal/state", server.state)
         app.router.add_get("/internal/tokenizer", server.tokenizer)
+    else:
+        app.router.add_post("/v1/chat/completions/render", server.render)
     app.router.add_route("*", "/{path:.*}", server.unknown)
     return app
 
@@ -70,7 +74,7 @@ def make_app(replica: FakeReplica) -> web.Application:
 class _Server:
     def __init__(self, replica: FakeReplica) -> None:
         self.replica = replica
-        self._renderer: PromptRenderer | None = None
+        self._renders = itertools.count(1)
 
     async def complete(self, request: web.Request) -> web.StreamResponse:
         try:
@@ -192,19 +196,30 @@ class _Server:
         return web.Response(body=msgspec.json.encode(tokenizer_bundle()), content_type="application/json")
 
     async def tokenize(self, request: web.Request) -> web.Response:
-        if self._renderer is None:
-            self._renderer = await asyncio.to_thread(PromptRenderer, tokenizer_bundle())
         try:
-            body = msgspec.json.decode(await request.read())
-            if "messages" in body:
-                generates = body.get("add_generation_prompt", True)
-                text = self._renderer.render_chat(body["messages"], body.get("tools"), generates)
-            else:
-                text = body["prompt"]
-            ids = self._renderer.encode(text, add_special_tokens=False)
-        except (PromptError, msgspec.DecodeError, KeyError, TypeError) as error:
+            count, ids = await self._ids(request)
+        except _UNREADABLE as error:
             return refused(f"it can't be tokenized: {error}")
-        return web.json_response({"tokens": ids, "count": len(ids), "max_model_len": MAX_MODEL_LEN})
+        return _json({"tokens": ids, "count": count, "max_model_len": MAX_MODEL_LEN})
+
+    async def render(self, request: web.Request) -> web.Response:
+        """vLLM's: a chat as the tokens that it would compute. Where there is none vllm-router asks for /tokenize."""
+        try:
+            _, ids = await self._ids(request)
+        except _UNREADABLE as error:
+            return refused(f"it can't be rendered: {error}")
+        number = next(self._renders)
+        return _json({"request_id": f"render-{number}", "token_ids": ids, "sampling_params": {}})
+
+    async def _ids(self, request: web.Request) -> tuple[int, msgspec.Raw]:
+        """How many, and them as JSON. Raises one of _UNREADABLE."""
+        body = msgspec.json.decode(await request.read())
+        if "messages" in body:
+            generates = body.get("add_generation_prompt", True)
+            text = _renderer().render_chat(body["messages"], body.get("tools"), generates)
+        else:
+            text = body["prompt"]
+        return encoded(text)
 
     async def metrics(self, request: web.Request) -> web.Response:
         self.replica.counts.num_polls += 1
@@ -231,6 +246,23 @@ class _Server:
         paths = self.replica.counts.unknown_paths
         paths[request.path] = paths.get(request.path, 0) + 1
         return web.json_response({"detail": "Not Found"}, status=404)
+
+
+@functools.cache
+def _renderer() -> PromptRenderer:
+    return PromptRenderer(tokenizer_bundle())
+
+
+@functools.lru_cache(maxsize=256)
+def encoded(text: str) -> tuple[int, msgspec.Raw]:
+    """How many tokens, and them as JSON. Done once for all replicas: vllm-router asks every one of them for each
+    request, and where each has a machine of its own they take no longer than one."""
+    ids = _renderer().encode(text, add_special_tokens=False)
+    return len(ids), msgspec.Raw(msgspec.json.encode(ids))
+
+
+def _json(value: Any) -> web.Response:
+    return web.Response(body=msgspec.json.encode(value), content_type="application/json")
 
 
 def _event(value: Any) -> bytes:

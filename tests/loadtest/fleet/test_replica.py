@@ -18,6 +18,7 @@ from engine_worker.contract.state import TokenizerBundle, WorkerState
 from engine_worker.core.scheduler import RequestTooLarge
 from engine_worker.core.types import RequestUpdate
 from loadtest.fleet.fakes import start_replicas
+from loadtest.fleet.http import encoded
 from loadtest.fleet.replica import FakeReplica, Manner, ReplicaConfig
 from loadtest.fleet.text import Wording, token_ids
 from loadtest.fleet.wall import WallClock
@@ -129,6 +130,14 @@ async def test_vllms_manner_tells_no_more_than_vllm() -> None:
             assert (await session.get(f"{bench.url}/internal/state")).status == 404
             page = await (await session.get(f"{bench.url}/metrics")).text()
             models = await (await session.get(f"{bench.url}/v1/models")).json()
+            body = {"model": "m", "messages": [{"role": "user", "content": W.block(5)}]}
+            rendered = await (await session.post(f"{bench.url}/v1/chat/completions/render", json=body)).json()
+            before = encoded.cache_info()
+            await (await session.post(f"{bench.url}/tokenize", json=body)).read()
+            unread = await session.post(f"{bench.url}/v1/chat/completions/render", json={"model": "m"})
+        assert tuple(rendered["token_ids"]) == token_ids(W.block(5))
+        assert unread.status == 400
+        assert encoded.cache_info().hits == before.hits + 1, "once for all who are asked"
         assert 'num_gpu_blocks="40"' in page
         assert 'block_size="32"' in page
         assert models["data"][0]["owned_by"] == "vllm"
