@@ -36,7 +36,7 @@ class Driver:
     async def run(self) -> int:
         loop = asyncio.get_running_loop()
         for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
-            # nohup's SIGHUP stays ignored; SIGINT is ignored by any background job of a script, and who sends it means it
+            # nohup's SIGHUP stays ignored. SIGINT is ignored in any background job of a script; who sends it means it
             if number != signal.SIGHUP or signal.getsignal(number) is not signal.SIG_IGN:
                 loop.add_signal_handler(number, self._asked_to_stop)
         timeout = httpx.Timeout(5.0)
