@@ -2,11 +2,12 @@
 
     python -m loadtest.validate --trace FILE --model demo --workers 2 --requests 200 --json OUT
 
-Live: `warmgate up` with real workers. First their speed is measured at their API, all at once, as they will run, and
-fitted to the service model (speed_fit.py). Then the slice is sent through the gateway; then simulated with the fitted
-speeds, the workers' own block count and step budget, the same policy and the same moments. A trace's block of B tokens
-becomes one KV block, so prompts of 12,000 tokens become some of 400, which a CPU can serve. The way of a request
-through gateway and HTTP, which the simulator doesn't have, is measured too and added to its times to first token.
+Live: `warmgate up` with real workers. Their speed is measured at their API, all at once, as they will run, before the
+slice is sent through the gateway and after it, and fitted to the service model (speed_fit.py); where the two differ,
+the machine had something else to do, and that is said. Then the slice is simulated with the fitted speeds, the workers'
+own block count and step budget, the same policy and the same moments. A trace's block of B tokens becomes one KV block,
+so prompts of 12,000 tokens become some of 400, which a CPU can serve. The way of a request through gateway and HTTP,
+which the simulator doesn't have, is measured too and added to its times to first token.
 
 Printed side by side: hit ratio (target: within 2 points) and median time to first token (target: within 10 %).
 """
@@ -46,7 +47,7 @@ from loadtest.sim.setup import Fleet as SimFleet
 from loadtest.sim.setup import Load, Setup
 from loadtest.sim.simulation import Simulation
 from loadtest.sim.trace import Trace, TraceRequest, read_trace
-from loadtest.speed_fit import Measured, fit, fit_way
+from loadtest.speed_fit import Measured, fit, fit_way, medians
 
 HIT_RATIO_TARGET = 0.02
 TTFT_TARGET = 0.10
@@ -139,22 +140,21 @@ async def _validate(fleet: Fleet, trace: Trace, options: argparse.Namespace, con
         trace = scaled(trace, states[0].max_model_len)
         most = min(states[0].max_model_len - DECODE_TOKENS - 1, options.token_budget)
         console.print("measuring the workers' speed ...")
-        measured = await asyncio.gather(*[_measure(client, url, fleet.model, most, n) for n, url in enumerate(urls)])
-        through = await _ways(client, fleet.base_url, fleet.model)
-    # The workers are alike, and so one fit of all that was measured is the truest.
-    pooled = Measured(
-        tuple(pair for each in measured for pair in each.prefills),
-        tuple(pair for each in measured for pair in each.decodes),
-        tuple(way for each in measured for way in each.ways),
-    )
-    way_s = fit_way(replace(pooled, ways=through))
-    gpus = [fit("worker", pooled, state.num_blocks) for state in states]
+        before, through = await _measured(client, fleet, urls, most, "before")
+    gpus = [fit("worker", before, state.num_blocks) for state in states]
     rate = options.rate or options.load * len(gpus) / mean_work_s(trace, gpus, options.token_budget)
     load = Load(rate=rate)
     console.print(f"sending {trace.num_requests} requests at {rate:.2f} a second ...")
     driver = Driver(fleet.base_url, fleet.model, trace, load, IdSpeech(), 1.0, options.seed)
     replayed = await driver.run()
     live = side(replayed)
+    async with httpx.AsyncClient(timeout=300.0, trust_env=False) as client:
+        after, through_after = await _measured(client, fleet, urls, most, "after")
+    if (changed := drift(before, after)) > TTFT_TARGET:
+        console.print(f"the workers' speed changed by {100 * changed:.0f} % meanwhile: free the machine and try again")
+    both = pooled(before, after)
+    gpus = [fit("worker", both, state.num_blocks) for state in states]
+    way_s = fit_way(replace(both, ways=through + through_after))
     errors = sorted({job.reason for job in replayed.jobs if job.reason})
     for error in errors[:5]:
         console.print(error)
@@ -164,7 +164,7 @@ async def _validate(fleet: Fleet, trace: Trace, options: argparse.Namespace, con
         load=load,
     )
     simulated = simulate(setup, trace, options.policy, options.seed, way_s)
-    speed = {**asdict(gpus[0]), "way_s": way_s}
+    speed = {**asdict(gpus[0]), "way_s": way_s, "drift": changed}
     return {"simulated": simulated, "live": live, "rate": rate, "speed": speed, "errors": errors}
 
 
@@ -176,13 +176,37 @@ async def _workers(client: httpx.AsyncClient, fleet: Fleet) -> tuple[list[str], 
     return urls, [msgspec.json.decode(answer.content, type=WorkerState) for answer in answers]
 
 
-async def _measure(client: httpx.AsyncClient, url: str, model: str, most: int, number: int) -> Measured:
+async def _measured(
+    client: httpx.AsyncClient, fleet: Fleet, urls: Sequence[str], most: int, moment: str
+) -> tuple[Measured, tuple[float, ...]]:
+    """All workers at once, as they will run; and the ways through the gateway. The workers are alike, and so one fit
+    of all that was measured is the truest."""
+    each = await asyncio.gather(*[_measure(client, url, fleet.model, most, f"{moment}/{url}") for url in urls])
+    ways = await asyncio.gather(*[_ways(client, fleet.base_url, fleet.model) for _ in urls])
+    return pooled(*each), tuple(way for some in ways for way in some)
+
+
+def pooled(*measured: Measured) -> Measured:
+    return Measured(
+        tuple(pair for each in measured for pair in each.prefills),
+        tuple(pair for each in measured for pair in each.decodes),
+        tuple(way for each in measured for way in each.ways),
+    )
+
+
+def drift(before: Measured, after: Measured) -> float:
+    """By which share prompts took longer or less long afterwards, of the longer."""
+    times = [sum(seconds for _, seconds in medians(each.prefills)) for each in (before, after)]
+    return 1.0 - min(times) / max(times)
+
+
+async def _measure(client: httpx.AsyncClient, url: str, model: str, most: int, name: str) -> Measured:
     """Prompts and decodes one after the other, nothing of them cached."""
     lengths = sorted({most * share // 16 for share in (4, 6, 8, 12, 16)})
     prefills, decodes = [], []
     for attempt in range(TRIES + 1):
         for length in lengths:
-            rng = random.Random(f"measure/{number}/{attempt}/{length}")
+            rng = random.Random(f"measure/{name}/{attempt}/{length}")
             ttft_s, tpot_s = await _timed(client, url, model, rng.choices(IDS, k=length))
             if attempt:  # the first round warms up
                 prefills.append((length, ttft_s))

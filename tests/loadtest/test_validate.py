@@ -9,7 +9,7 @@ import pytest
 from loadtest.sim.gpus import GPUS, Gpu
 from loadtest.sim.setup import Fleet, Load, Setup
 from loadtest.speed_fit import Measured, fit, fit_way, least_squares
-from loadtest.validate import BLOCK_SIZE, IdSpeech, Side, mean_work_s, misses, scaled, simulate, table
+from loadtest.validate import BLOCK_SIZE, IdSpeech, Side, drift, mean_work_s, misses, pooled, scaled, simulate, table
 from tests.loadtest.sim.traces import request, timed
 
 CPU = Gpu("cpu", 0.02, 1.1e-3, 2e-6, 300, 4e-7, step_s=0.004)
@@ -38,6 +38,15 @@ def test_the_way_to_an_engine_is_no_part_of_its_steps() -> None:
         assert getattr(found, name) == pytest.approx(getattr(CPU, name), rel=0.05), name
     assert fit_way(replace(measured, ways=(0.001,))) == 0.0, "never less than none"
     assert fit_way(replace(measured, ways=())) == 0.0
+
+
+def test_what_was_measured_before_and_after_counts_together_and_a_change_is_told() -> None:
+    before = Measured(((64, 0.1), (128, 0.2)), ((80, 0.01),), (0.01,))
+    after = Measured(((64, 0.2), (128, 0.2)), ((80, 0.03),), (0.02,))
+    both = pooled(before, after)
+    assert (len(both.prefills), len(both.decodes), both.ways) == (4, 2, (0.01, 0.02))
+    assert drift(before, before) == 0.0
+    assert drift(before, after) == drift(after, before) == pytest.approx(0.25)
 
 
 def test_an_outlier_in_three_tries_changes_nothing() -> None:
