@@ -40,18 +40,24 @@ class Interrupted(Exception):
 
 
 TICK_S: Final = 0.02
+FAR_TICKS: Final = 512  # some ten seconds
+FAR_MASK: Final = ~63
 
 
 class Looked(Protocol):
     """What has a place on the wheel."""
 
     def look(self, now: float) -> None:
-        """Its time has come."""
+        """Its time has come, or it takes its place anew."""
         ...
 
 
 class Wheel:
-    """Guards by the tick at which they want to be looked at. Ticks left empty by closed guards pass unnoticed."""
+    """Guards by the tick at which they want to be looked at. Ticks left empty by closed guards pass unnoticed.
+
+    Far ahead, 64 ticks share one place, that of the first: a guard is looked at there and takes its own. Nearly all close
+    before; with a place for each tick, requests that may take half an hour would keep 90,000 empty sets.
+    """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
         self._loop = loop
@@ -61,8 +67,10 @@ class Wheel:
         self._timer_tick = 0
 
     def add(self, guard: Looked, at: float) -> int:
-        """Look at `guard` when `at` has come. Returns its place, for `remove`."""
+        """Look at `guard` when `at` has come, or before, to be added again. Returns its place, for `remove`."""
         tick = int(at / TICK_S) + 1
+        if tick - int(self._loop.time() / TICK_S) > FAR_TICKS:
+            tick &= FAR_MASK
         guards = self._ticks.get(tick)
         if guards is None:
             guards = self._ticks[tick] = set()

@@ -224,7 +224,10 @@ class Run:
 
     def look(self, now: float) -> None:
         """The wheel has come to this run's place."""
-        self.interrupt(Interrupt.DEADLINE)
+        if now >= self._deadline_at:
+            self.interrupt(Interrupt.DEADLINE)
+        else:
+            self._tick = self._straight.wheel.add(self, self._deadline_at)
 
     def gone(self) -> None:
         """The client left."""

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Callable
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
-from gateway.guard import Guard, Interrupt
+from gateway.guard import TICK_S, Guard, Interrupt, Wheel
 
 
 async def guarded(wait, deadline_s=30.0, prepare=lambda guard: None):
@@ -113,3 +116,65 @@ async def test_a_wait_that_ends_in_the_same_turn_as_the_interrupt_is_interrupted
         return await future
 
     assert await guarded(wait(), prepare=prepare) is Interrupt.CLIENT_GONE
+
+
+class Clock:
+    """An event loop's clock and its timers, turned by hand."""
+
+    def __init__(self) -> None:
+        self.now = 1000.0
+        self.timer: tuple[float, Callable[[], None]] | None = None
+
+    def time(self) -> float:
+        return self.now
+
+    def call_at(self, when: float, callback: Callable[[], None]) -> Clock:
+        self.timer = (when, callback)
+        return self
+
+    def cancel(self) -> None:
+        self.timer = None
+
+    def turn_until(self, end: float) -> None:
+        while self.timer is not None and self.timer[0] <= end:
+            (self.now, callback), self.timer = self.timer, None
+            callback()
+        self.now = end
+
+
+class Watcher:
+    """Looks when its time has come, as a request with a deadline does."""
+
+    def __init__(self, wheel: Wheel, at: float) -> None:
+        self.wheel, self.at = wheel, at
+        self.looked_at: float | None = None
+        self.tick = wheel.add(self, at)
+
+    def look(self, now: float) -> None:
+        if now >= self.at:
+            self.looked_at = now
+        else:
+            self.tick = self.wheel.add(self, self.at)
+
+
+def test_places_far_ahead_stay_few_however_many_requests_close_before():
+    clock = Clock()
+    wheel = Wheel(clock)  # type: ignore[arg-type]
+    for _ in range(10_000):
+        watcher = Watcher(wheel, clock.now + 1800)
+        wheel.remove(watcher, watcher.tick)
+        clock.turn_until(clock.now + TICK_S)
+        wheel.check_invariants()
+    assert len(wheel._ticks) <= 10_000 / 64 + 2
+
+
+@given(st.lists(st.floats(0, 4000), min_size=1, max_size=30))
+def test_near_or_far_each_is_looked_at_within_a_tick_of_its_time(waits: list[float]):
+    clock = Clock()
+    wheel = Wheel(clock)  # type: ignore[arg-type]
+    watchers = [Watcher(wheel, clock.now + wait) for wait in waits]
+    clock.turn_until(clock.now + 4001)
+    for watcher in watchers:
+        assert watcher.looked_at is not None
+        assert 0 <= watcher.looked_at - watcher.at <= TICK_S * 1.01
+    wheel.check_invariants()
