@@ -55,8 +55,8 @@ class Looked(Protocol):
 class Wheel:
     """Guards by the tick at which they want to be looked at. Ticks left empty by closed guards pass unnoticed.
 
-    Far ahead, 64 ticks share one place, that of the first: a guard is looked at there and takes its own. Nearly all close
-    before; with a place for each tick, requests that may take half an hour would keep 90,000 empty sets.
+    Far ahead, 64 ticks share one place, that of the first: a guard is looked at there and takes its own. Nearly all
+    close before; with a place for each tick, requests that may take half an hour would keep 90,000 empty sets.
     """
 
     def __init__(self, loop: asyncio.AbstractEventLoop) -> None:
