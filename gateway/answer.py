@@ -10,7 +10,7 @@ import re
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
 from typing import Any
 
-from engine_worker.contract.errors import ApiError, check_json_type, error_body
+from engine_worker.contract.errors import ApiError, check_json_type
 from gateway.guard import Guard, Interrupt
 
 Scope = MutableMapping[str, Any]
@@ -230,7 +230,3 @@ class Answer:
         connection = self._scope.get("extensions", {}).get("warmgate.connection")
         if connection is not None:
             connection.abort()
-
-
-def stream_error(message: str, kind: str, code: str | None = None) -> bytes:
-    return b"data: " + error_body(message, kind, None, code) + b"\n\n"
