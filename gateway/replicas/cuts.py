@@ -89,15 +89,18 @@ class CutMaker:
                 raise _NoTokenize
             if 400 <= response.status_code < 500:
                 return None
+            if response.status_code >= 300:
+                raise PollError(f"/tokenize answered {response.status_code} and no tokens")
             try:
                 return msgspec.json.decode(response.content, type=_Tokens).tokens
             except msgspec.DecodeError as error:
-                raise PollError(f"/tokenize answered {response.status_code} and no tokens") from error
+                # Another endpoint of that name: it will answer so at every poll, and a replica must not wait for it.
+                raise _NoTokenize from error
 
         try:
             parity = await check_parity(self._prefix, replica.replica_id, model, tokenize)
         except _NoTokenize:
-            _log.warning("replica %s has no /tokenize: its tokenizer is taken on trust", replica.replica_id)
+            _log.warning("replica %s has no /tokenize like vLLM's: its tokenizer is taken on trust", replica.replica_id)
             return None
         if parity.mismatch is None and parity.tools_mismatch is not None:
             _log.warning("replica %s: %s; such prompts are routed less well", replica.replica_id, parity.tools_mismatch)

@@ -279,13 +279,22 @@ async def test_a_worker_that_tokenizes_otherwise_is_served_in_text_mode_with_a_w
         assert b'warmgate_parity_mismatches_total{replica="r:1"} 1.0' in fleet.metrics.render()
 
 
-async def test_a_replica_without_tokenize_is_taken_on_trust(caplog):
-    answers = worker_with_tokenizer()
-    del answers["/tokenize"]
+@pytest.mark.parametrize("tokenize", [404, {"input_ids": [1, 2]}, ["no", "object"]])
+async def test_a_replica_without_tokenize_is_taken_on_trust(caplog, tokenize):
+    answers = {**worker_with_tokenizer(), "/tokenize": tokenize}
     async with Fleet(answers) as fleet:
         await until(lambda: fleet.replica.joined)
         assert fleet.replica.key_mode == "token"
         assert "on trust" in caplog.text
+
+
+async def test_a_replica_whose_tokenize_fails_is_asked_again():
+    answers = {**worker_with_tokenizer(), "/tokenize": 503}
+    async with Fleet(answers) as fleet:
+        await until(lambda: "no tokens" in fleet.replica.detail)
+        assert not fleet.replica.joined
+        fleet.answers.update(worker_with_tokenizer())
+        await until(lambda: fleet.replica.joined)
 
 
 async def test_a_configured_tokenizer_folder_gives_other_engines_token_mode(tmp_path):
