@@ -17,7 +17,9 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
+from collections.abc import Iterable
 from itertools import pairwise
+from typing import Any
 
 from tokenizers import Tokenizer
 from xxhash import xxh3_128_digest
@@ -80,11 +82,14 @@ def _piece_key(piece: str) -> bytes:
 
 
 class Splitter:
-    """Cuts text before the special tokens where cutting is safe. Stateless; any thread."""
+    """Cuts text before the special tokens where cutting is safe. Stateless; any thread.
+
+    cuts_all  whether they all are such, so that a piece has none but at its front
+    """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
         added = [token for token in tokenizer.get_added_tokens_decoder().values() if token.content]
-        raw = sorted((token for token in added if not token.normalized), key=lambda token: -len(token.content))
+        raw = [token for token in added if not token.normalized]
         self.cut_at = frozenset(
             token.content
             for token in raw
@@ -92,7 +97,8 @@ class Splitter:
         )
         # Whether a single_word token matches depends on its neighbours, and with it how far a match reaches.
         usable = bool(self.cut_at) and not any(token.single_word for token in added)
-        self._pattern = re.compile("|".join(re.escape(token.content) for token in raw)) if usable else None
+        self._pattern = re.compile(any_of(token.content for token in raw)) if usable else None
+        self.cuts_all = usable and len(self.cut_at) == len({token.content for token in added})
 
     def split(self, text: str) -> list[str]:
         """Pieces that join to `text`, none empty; each but the first begins with a special token."""
@@ -101,6 +107,29 @@ class Splitter:
         starts = [match.start() for match in self._pattern.finditer(text) if match.group() in self.cut_at]
         bounds = [0, *(start for start in starts if start > 0), len(text)]
         return [text[start:end] for start, end in pairwise(bounds) if start < end]
+
+
+def any_of(words: Iterable[str]) -> str:
+    """A regular expression of the longest of `words` that stands at a place: a tree, in which hundreds of tokens that
+    begin alike are told apart in as many steps as a few."""
+    tree: dict[str, Any] = {}
+    for word in words:
+        node = tree
+        for letter in word:
+            node = node.setdefault(letter, {})
+        node[""] = {}
+    return _branches(tree)
+
+
+def _branches(node: dict[str, Any]) -> str:
+    start = ""
+    while len(node) == 1 and "" not in node:
+        ((letter, node),) = node.items()
+        start += re.escape(letter)
+    branches = [re.escape(letter) + _branches(below) for letter, below in node.items() if letter]
+    if not branches:
+        return start
+    return f"{start}(?:{'|'.join(branches)}){'?' if '' in node else ''}"
 
 
 def encode_piece(renderer: PromptRenderer, piece: str) -> bytes:

@@ -17,6 +17,7 @@ from engine_worker.contract.state import TokenizerBundle
 from gateway.prefix.keys import pack_ids
 from gateway.prefix.source import PromptSource
 from gateway.prefix.tokenize import SegmentCache, Splitter, cuts_right, encode_piece
+from gateway.prefix.words import words_of
 
 INLINE_RENDER_CHARS = 32_000  # rendering and cutting copy the text a few times: tens of microseconds
 INLINE_ENCODE_CHARS = 800  # about 0.2 ms of BPE, which is what the way to a thread and back costs
@@ -36,6 +37,7 @@ class Vocabulary:
         self.cache = SegmentCache(cache_bytes)
         self._splitter = Splitter(self.renderer.tokenizer)
         self.is_incremental = cuts_right(self.renderer, self._splitter)
+        self._words = words_of(self.renderer, self._splitter) if self.is_incremental else None
         self._around = _added_around(self.renderer)
         self._renders_slowly = False
         self.num_inline = 0
@@ -78,10 +80,17 @@ class Vocabulary:
 
     def _encoded_here(self, missing: set[str]) -> dict[str, bytes] | None:
         """None where they are too long for the event loop."""
+        fresh: dict[str, bytes] = {}
+        if self._words is not None:
+            for piece in missing:
+                ids = self._words.packed(piece)
+                if ids is not None:
+                    fresh[piece] = ids
+            missing = missing.difference(fresh)
         if sum(map(len, missing)) > INLINE_ENCODE_CHARS:
             return None
         self.num_inline += 1
-        return self._encode_all(missing)
+        return {**fresh, **self._encode_all(missing)}
 
     def _joined(
         self, source: PromptSource, pieces: list[str], found: list[bytes | None], fresh: dict[str, bytes]
