@@ -27,7 +27,6 @@ from types import FrameType
 from typing import Protocol, cast
 
 import msgspec
-import zmq
 
 from engine_worker.config import EngineConfig, ModelInfo
 from engine_worker.contract.state import TokenizerBundle
@@ -39,15 +38,12 @@ from engine_worker.serving.kv_publisher import KVPublisher
 from engine_worker.serving.messages import (
     BEAT_S,
     Beat,
-    FromEngine,
     LoadFailed,
     Progress,
     Ready,
     StartOrder,
-    ToEngine,
-    decode_to_engine,
-    encode,
 )
+from engine_worker.serving.pipe import EngineSide
 from engine_worker.serving.speculate import Speculator
 
 logger = logging.getLogger("warmgate.engine")
@@ -65,37 +61,6 @@ class ModelRunner(Runner, Protocol):
 
 
 Loader = Callable[[EngineConfig, Callable[[str], None]], ModelRunner]
-
-
-class Pipes:
-    """The two ZMQ pipes to the API process. One thread only."""
-
-    def __init__(self, inbox: str, outbox: str) -> None:
-        self._context = zmq.Context()
-        self._in = self._context.socket(zmq.PULL)
-        self._out = self._context.socket(zmq.PUSH)
-        for socket in (self._in, self._out):
-            socket.set_hwm(0)
-        self._in.connect(inbox)
-        self._out.connect(outbox)
-
-    def send(self, message: FromEngine) -> None:
-        self._out.send(encode(message))
-
-    def receive(self, timeout_ms: int) -> list[ToEngine]:
-        messages: list[ToEngine] = []
-        if not self._in.poll(timeout_ms):
-            return messages
-        while True:
-            try:
-                messages.append(decode_to_engine(self._in.recv(zmq.NOBLOCK)))
-            except zmq.Again:
-                return messages
-
-    def close(self) -> None:
-        self._in.close(0)
-        self._out.close(1000)  # the last words may still be under way
-        self._context.term()
 
 
 class _StopSignal:
@@ -122,11 +87,11 @@ def main() -> int:
     logging.basicConfig(level=logging.INFO, format="%(message)s", stream=sys.stderr)
     order = msgspec.json.decode(line, type=StartOrder)
     threading.Thread(target=_die_with_parent, daemon=True).start()
-    pipes = Pipes(order.inbox, order.outbox)
+    pipe = EngineSide(order.descriptor)
     try:
-        return _serve(order, pipes)
+        return _serve(order, pipe)
     finally:
-        pipes.close()
+        pipe.close()
 
 
 def _die_with_parent() -> None:
@@ -135,28 +100,28 @@ def _die_with_parent() -> None:
     os._exit(0)
 
 
-def _serve(order: StartOrder, pipes: Pipes) -> int:
+def _serve(order: StartOrder, pipe: EngineSide) -> int:
     def progress(detail: str) -> None:
-        pipes.send(Progress(detail))
+        pipe.send(Progress(detail))
 
     try:
         publisher = _publisher(order.config)
         runner = _loader(order.loader)(order.config, progress)
         scheduler = _scheduler(order.config, runner.info)
     except (ModelError, _CannotPublish) as error:
-        pipes.send(LoadFailed(str(error)))
+        pipe.send(LoadFailed(str(error)))
         return _EXIT_LOAD_FAILED
     except Exception as error:  # nobody foresaw it, so the log gets all of it
         logger.exception("the engine could not be set up")
-        pipes.send(LoadFailed(f"The engine could not be set up ({type(error).__name__}: {error})."))
+        pipe.send(LoadFailed(f"The engine could not be set up ({type(error).__name__}: {error})."))
         return _EXIT_LOAD_FAILED
     stop = _StopSignal()
     stop.install()
     gc.collect()
     gc.freeze()  # the model stays; collections need not walk over it
-    threading.Thread(target=_beat, args=(order.outbox,), daemon=True).start()
+    threading.Thread(target=_beat, args=(pipe,), daemon=True).start()
     endpoints = (publisher.endpoint, publisher.replay_endpoint) if publisher else ("", "")
-    pipes.send(Ready(runner.info, runner.tokenizer, *endpoints))
+    pipe.send(Ready(runner.info, runner.tokenizer, *endpoints))
     drafter = getattr(runner, "drafter", None)
     speculator = None
     if drafter is not None:
@@ -165,8 +130,8 @@ def _serve(order: StartOrder, pipes: Pipes) -> int:
     loop = EngineLoop(
         scheduler,
         runner,
-        pipes,
-        pipes.send,
+        pipe,
+        pipe.send,
         publisher,
         order.check_invariants,
         # Guesses go on from the last step's tokens, so with them a step can't be planned before these are known.
@@ -184,16 +149,12 @@ def _serve(order: StartOrder, pipes: Pipes) -> int:
     return 0
 
 
-def _beat(outbox: str) -> None:
+def _beat(pipe: EngineSide) -> None:
     """Tell the API process for ever that this one runs. A process that is stopped tells nothing."""
-    with zmq.Context() as context, context.socket(zmq.PUSH) as socket:
-        socket.linger = 0
-        socket.set_hwm(10)  # nobody reads: then the beats that nobody read suffice
-        socket.connect(outbox)
+    with contextlib.suppress(OSError):  # the pipe is closed: this process is about to end
         while True:
             time.sleep(BEAT_S)
-            with contextlib.suppress(zmq.Again):
-                socket.send(encode(Beat()), zmq.NOBLOCK)
+            pipe.send(Beat())
 
 
 class _CannotPublish(Exception):

@@ -1,7 +1,7 @@
 """Keeps an engine process alive: starts it, passes its messages on, notices its death, starts the next one.
 
-Each life has a random incarnation id and sockets of its own in a private folder (mode 700), so nothing of an earlier
-life can be mistaken for news of this one. Another incarnation means an empty cache, which the gateway must know.
+Each life has a random incarnation id and a socket pair of its own (pipe.py), so nothing of an earlier life can be
+mistaken for news of this one. Another incarnation means an empty cache, which the gateway must know.
 
 A first load that fails ends the worker with a sentence: the configuration is wrong, and trying again would not mend it.
 Later deaths are met with a restart after a pause that doubles, up to half a minute, and starts over after a life that
@@ -17,15 +17,11 @@ import logging
 import os
 import signal
 import sys
-import tempfile
 import time
 import uuid
 from collections.abc import Callable
-from pathlib import Path
 
 import msgspec
-import zmq
-import zmq.asyncio
 
 from engine_worker.config import EngineConfig
 from engine_worker.contract.errors import ApiError
@@ -40,9 +36,8 @@ from engine_worker.serving.messages import (
     StartOrder,
     Step,
     ToEngine,
-    decode_from_engine,
-    encode,
 )
+from engine_worker.serving.pipe import APISide
 
 logger = logging.getLogger("warmgate.worker")
 
@@ -50,6 +45,7 @@ STALL_S = 300.0
 SILENT_S = 6.0  # without a heartbeat; several of BEAT_S, because a busy machine delays them
 _GRACE_S = 0.25  # for a beat that has come but was not read yet
 STOP_S = 5.0  # how long a process gets to end by itself before it is killed
+_LAST_WORDS_S = 1.0  # how long what a process said before it died may take to be read
 _FIRST_PAUSE_S = 0.5
 _LONGEST_PAUSE_S = 30.0
 _GOOD_LIFE_S = 60.0
@@ -84,7 +80,7 @@ class EngineSupervisor:
         self._stall_s = stall_s
         self._stopping = False
         self._process: asyncio.subprocess.Process | None = None
-        self._outbox: zmq.Socket[bytes] | None = None
+        self._pipe: APISide | None = None
         self._load_failure: str | None = None
         self._last_beat_s = 0.0
         self.ready: Ready | None = None  # of the present life
@@ -102,21 +98,20 @@ class EngineSupervisor:
         """Lives, one after the other. Returns after `stop`. Raises WorkerFailed where the first load fails."""
         was_ready = False
         pause_s = _FIRST_PAUSE_S
-        with tempfile.TemporaryDirectory(prefix="warmgate-") as folder:
-            while not self._stopping:
-                started_s = time.monotonic()
-                was_ready = await self._live(Path(folder)) or was_ready
-                if self._stopping:
-                    return
-                reason = self._load_failure or self._death()
-                if not was_ready:
-                    raise WorkerFailed(reason)
-                if time.monotonic() - started_s > _GOOD_LIFE_S:
-                    pause_s = _FIRST_PAUSE_S
-                self.detail = f"{reason.rstrip('.')}; starting it again in {pause_s:.1f} s"
-                logger.error("%s", self.detail)
-                await asyncio.sleep(pause_s)
-                pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
+        while not self._stopping:
+            started_s = time.monotonic()
+            was_ready = await self._live() or was_ready
+            if self._stopping:
+                return
+            reason = self._load_failure or self._death()
+            if not was_ready:
+                raise WorkerFailed(reason)
+            if time.monotonic() - started_s > _GOOD_LIFE_S:
+                pause_s = _FIRST_PAUSE_S
+            self.detail = f"{reason.rstrip('.')}; starting it again in {pause_s:.1f} s"
+            logger.error("%s", self.detail)
+            await asyncio.sleep(pause_s)
+            pause_s = min(2 * pause_s, _LONGEST_PAUSE_S)
 
     async def stop(self) -> None:
         """End the process, by force if it takes long. `run` returns after it."""
@@ -124,7 +119,7 @@ class EngineSupervisor:
         process = self._process
         if process is None:
             return
-        if self._outbox is not None and self.ready is not None:
+        if self._pipe is not None and self.ready is not None:
             self._send(Shutdown())
         else:
             with contextlib.suppress(ProcessLookupError):
@@ -139,34 +134,26 @@ class EngineSupervisor:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()
 
-    async def _live(self, folder: Path) -> bool:
+    async def _live(self) -> bool:
         """One life, from start to end. True if it became ready."""
         self.incarnation = uuid.uuid4().hex
         self._load_failure = None
-        context = zmq.asyncio.Context()
-        inbox = context.socket(zmq.PULL)
-        self._outbox = zmq.Context.shadow(context.underlying).socket(zmq.PUSH)
+        self._pipe, theirs = await APISide.open(self._take)
         try:
-            for socket, name in ((inbox, "news"), (self._outbox, "orders")):
-                socket.set_hwm(0)
-                socket.linger = 0
-                socket.bind(f"ipc://{folder}/{self.incarnation[:8]}-{name}")
-            self._process = await self._start(folder)
-            await self._until_death(inbox, self._process)
+            with theirs:
+                self._process = await self._start(theirs.fileno())
+            await self._until_death(self._pipe, self._process)
             return self.ready is not None
         finally:
             self._end_of_life()
-            inbox.close()
-            self._outbox.close()
-            self._outbox = None
-            context.term()
+            self._pipe.close()
+            self._pipe = None
 
-    async def _start(self, folder: Path) -> asyncio.subprocess.Process:
+    async def _start(self, descriptor: int) -> asyncio.subprocess.Process:
         order = StartOrder(
             config=self._config,
             loader=self._loader,
-            inbox=f"ipc://{folder}/{self.incarnation[:8]}-orders",
-            outbox=f"ipc://{folder}/{self.incarnation[:8]}-news",
+            descriptor=descriptor,
             check_invariants=self._check_invariants,
         )
         process = await asyncio.create_subprocess_exec(
@@ -174,6 +161,7 @@ class EngineSupervisor:
             "-m",
             "engine_worker.serving.engine_process",
             stdin=asyncio.subprocess.PIPE,
+            pass_fds=(descriptor,),
             start_new_session=True,  # signals to our group (Ctrl-C, a service manager's stop) are ours to handle
             env={key: value for key, value in os.environ.items() if key != "WARMGATE_SECRET"},
         )
@@ -181,29 +169,24 @@ class EngineSupervisor:
         process.stdin.write(msgspec.json.encode(order) + b"\n")  # and the pipe stays open, see engine_process
         return process
 
-    async def _until_death(self, inbox: zmq.asyncio.Socket, process: asyncio.subprocess.Process) -> None:
-        reader = asyncio.create_task(self._read(inbox))
+    async def _until_death(self, pipe: APISide, process: asyncio.subprocess.Process) -> None:
         watchdog = asyncio.create_task(self._watch())
+        death = asyncio.ensure_future(process.wait())
         try:
-            death = asyncio.ensure_future(process.wait())
-            await asyncio.wait((death, reader), return_when=asyncio.FIRST_COMPLETED)
-            if reader.done():  # it can't end but by an exception: our own bug, or a message that we can't read
+            await asyncio.wait((death, pipe.ended), return_when=asyncio.FIRST_COMPLETED)
+            if pipe.ended.done() and pipe.ended.exception() is not None:  # our own bug, or a message we can't read
                 self.kill()
-                await death
-                reader.result()
-            while await inbox.poll(0):  # what it said before it died
-                self._take(decode_from_engine(await inbox.recv()))
+            await death
+            await asyncio.wait((pipe.ended,), timeout=_LAST_WORDS_S)  # what it said before it died
+            if pipe.ended.done():
+                pipe.ended.result()
         finally:
-            for task in (reader, watchdog):
+            for task in (death, watchdog):
                 task.cancel()
-            await asyncio.gather(reader, watchdog, return_exceptions=True)
+            await asyncio.gather(death, watchdog, return_exceptions=True)
             if process.returncode is None:  # we are being cancelled
                 self.kill()
                 await process.wait()
-
-    async def _read(self, inbox: zmq.asyncio.Socket) -> None:
-        while True:
-            self._take(decode_from_engine(await inbox.recv()))
 
     def _take(self, message: FromEngine) -> None:
         match message:
@@ -225,8 +208,8 @@ class EngineSupervisor:
                 self._load_failure = sentence
 
     def _send(self, message: ToEngine) -> None:
-        if self._outbox is not None:
-            self._outbox.send(encode(message), zmq.NOBLOCK)
+        if self._pipe is not None:
+            self._pipe.send(message)
 
     async def _watch(self) -> None:
         """Kill an engine that gives no news although calls are in flight, or no sign of life at all."""

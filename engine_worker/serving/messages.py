@@ -1,11 +1,11 @@
-"""What the API process and the engine process say to each other, as msgpack over two ZMQ pipes.
+"""What the API process and the engine process say to each other, as msgpack over a socket pair (pipe.py).
 
 API to engine: `Add` (all sequences of one API request at once, leaders first), `Cancel`, `Shutdown`.
 Engine to API: `Progress` while loading, then `Ready` or `LoadFailed`, then a `Step` after every engine step and
 whenever the load changed, and a `Beat` every second.
 
-Both sides belong to one release, so the messages carry no version. Each life of the engine has sockets of its own, so
-a message can't come from an earlier one.
+Both sides belong to one release, so the messages carry no version. Each life of the engine has a pair of its own, so a
+message can't come from an earlier one.
 """
 
 from __future__ import annotations
@@ -21,14 +21,13 @@ class StartOrder(msgspec.Struct, frozen=True, kw_only=True):
     """The first line on the engine process's standard input, as JSON. That pipe's end means that the parent is gone.
 
     loader            "module:function" that gives a ModelRunner for a config and a progress callback
-    inbox, outbox     ZMQ endpoints that the API process has bound: the engine pulls from one and pushes to the other
+    descriptor        the engine's end of the socket pair, which the process inherits
     check_invariants  check the scheduler and the cache after every step (slow; for tests)
     """
 
     config: EngineConfig
     loader: str
-    inbox: str
-    outbox: str
+    descriptor: int
     check_invariants: bool = False
 
 
