@@ -12,7 +12,6 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections import deque
 from collections.abc import Callable
 from types import TracebackType
 
@@ -21,6 +20,8 @@ from engine_worker.serving.messages import Add, Cancel, Sequence, Stats, Step, T
 from engine_worker.serving.prepare import PreparedCall
 
 MAX_SEQUENCES_IN_FLIGHT = 8192
+
+News = list[tuple[int, Update]]  # (sequence, update), in order
 
 
 class Call:
@@ -31,9 +32,10 @@ class Call:
         self._index = {sequence.request_id: i for i, sequence in enumerate(sequences)}
         self._ids = [sequence.request_id for sequence in sequences]
         self._open = set(self._ids)  # not ended in the engine, as far as known here
-        self._news: deque[tuple[int, Update]] = deque()
+        self._news: News = []
         self._error: ApiError | None = None
         self._wake = asyncio.Event()
+        self._listener: Callable[[News], bool] | None = None
 
     def __enter__(self) -> Call:
         return self
@@ -43,16 +45,31 @@ class Call:
     ) -> None:
         self.close()
 
-    async def news(self) -> list[tuple[int, Update]]:
-        """All that has arrived, at least one: (sequence, update) in order. Raises ApiError when the engine is lost."""
-        while not self._news:
-            if self._error is not None:
-                raise self._error
-            self._wake.clear()
-            await self._wake.wait()
-        result = list(self._news)
-        self._news.clear()
-        return result
+    async def news(self) -> News:
+        """All that has arrived, at least one. Raises ApiError when the engine is lost."""
+        while not (news := self.take()):
+            await self.woken()
+        return news
+
+    def take(self) -> News:
+        """All that has arrived. Raises ApiError when that is nothing and the engine is lost."""
+        if not self._news and self._error is not None:
+            raise self._error
+        news, self._news = self._news, []
+        return news
+
+    async def woken(self) -> None:
+        """Until something has arrived that no listener took, or the engine is lost, or `wake` was called."""
+        await self._wake.wait()
+        self._wake.clear()
+
+    def wake(self) -> None:
+        self._wake.set()
+
+    def listen(self, listener: Callable[[News], bool] | None) -> None:
+        """Hand each step's news to `listener` as they come. What it returns False for is left to `take`, and so is
+        all that comes after it. It must not raise."""
+        self._listener = listener
 
     def finish(self, index: int) -> None:
         """This sequence needs no more tokens (a stop string ended it)."""
@@ -62,9 +79,17 @@ class Call:
         self._client._cancel(self, [request_id for request_id in self._ids if request_id in self._open])
 
     def _deliver(self, update: Update) -> None:
+        """Call `_announce` once after all of a step's updates."""
         self._news.append((self._index[update.request_id], update))
         if update.finish_reason is not None:
             self._open.discard(update.request_id)
+
+    def _announce(self) -> None:
+        if self._listener is not None:
+            if self._listener(self._news):
+                self._news = []
+                return
+            self._listener = None
         self._wake.set()
 
     def _fail(self, error: ApiError) -> None:
@@ -150,6 +175,7 @@ class EngineClient:
     def deliver(self, step: Step) -> None:
         self.stats = step.stats
         self.last_news_s = time.monotonic()
+        touched: dict[Call, None] = {}
         for update in step.updates:
             call = self._calls.get(update.request_id)
             if call is None:
@@ -157,6 +183,9 @@ class EngineClient:
             if update.finish_reason is not None:
                 self._forget(update.request_id)
             call._deliver(update)
+            touched[call] = None
+        for call in touched:
+            call._announce()
 
     def _cancel(self, call: Call, request_ids: list[str]) -> None:
         running = [request_id for request_id in request_ids if request_id in call._open]

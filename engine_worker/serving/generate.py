@@ -1,14 +1,13 @@
 """The way of one generation request: body, preparation, engine, answer.
 
 The status line waits for the first token, so that whatever fails before it keeps a true status and can be tried
-elsewhere. From then on a failure is an error event at the end of the stream. A client that goes away at any moment
-cancels the request in the engine (the call closes as the exception passes).
+elsewhere. From then on (stream.py) a failure is an error event at the end of the stream. A client that goes away at any
+moment cancels the request in the engine (the call closes as the exception passes).
 """
 
 from __future__ import annotations
 
 import asyncio
-import logging
 import time
 import uuid
 from collections.abc import Callable
@@ -19,21 +18,19 @@ from engine_worker.contract.errors import ApiError
 from engine_worker.contract.resume import MARKS_HEADER
 from engine_worker.contract.work import WORK_HEADER, read_work
 from engine_worker.core.types import FinishReason, SampledToken
-from engine_worker.serving import resume, sse
+from engine_worker.serving import resume
 from engine_worker.serving.detokenizer import Piece, PlacedToken, SequenceText
-from engine_worker.serving.engine_client import Call, EngineClient
-from engine_worker.serving.http import ClientGone, Exchange
+from engine_worker.serving.engine_client import Call, EngineClient, News
+from engine_worker.serving.http import Exchange
 from engine_worker.serving.messages import Update
 from engine_worker.serving.metrics import RequestMetrics, WorkerMetrics
 from engine_worker.serving.prepare import PreparedCall, Preparer
 from engine_worker.serving.prompt_echo import echoed
 from engine_worker.serving.replies import ChatReply, CompletionReply, Reply, Usage
 from engine_worker.serving.resume import Marks, ended_already
+from engine_worker.serving.stream import Stream
 from engine_worker.serving.token_text import TokenText
 
-logger = logging.getLogger("warmgate.worker")
-
-PING_S = 15.0
 _PROMPT_TAIL = 6  # ids of the prompt that a windowed decoder gets as context
 
 
@@ -79,7 +76,7 @@ class Generation:
     def is_finished(self) -> bool:
         return self._num_unfinished == 0
 
-    def take(self, call: Call, news: list[tuple[int, Update]]) -> list[tuple[int, Piece]]:
+    def take(self, call: Call, news: News) -> list[tuple[int, Piece]]:
         """The pieces that the news make. Raises ApiError where a sequence has failed."""
         pieces = []
         for index, update in news:
@@ -228,7 +225,7 @@ class Generator:
             if prepared.output_ids:  # while the engine computes them
                 await loop.run_in_executor(self._executor, generation.replay, reply)
             if prepared.stream:
-                await _stream(exchange, generation, call, reply, is_opened=resumes)
+                await Stream(exchange, generation, call, reply, is_opened=resumes).run()
             else:
                 await _answer(exchange, generation, call, reply)
 
@@ -250,51 +247,3 @@ def _joined(pieces: list[Piece]) -> Piece:
         pieces[-1].finish_reason,
         pieces[-1].stop_reason,
     )
-
-
-async def _stream(
-    exchange: Exchange, generation: Generation, call: Call, reply: Reply, is_opened: bool = False
-) -> None:
-    """The answer as it comes, from the first choice's first token on. `is_opened`: its opening was sent elsewhere."""
-    pieces: list[tuple[int, Piece]] = []
-    while not any(index == 0 for index, _ in pieces):
-        pieces += generation.take(call, await call.news())
-    pieces.sort(key=lambda item: item[0] != 0)  # stable: the first choice's pieces lead
-    await exchange.start(200, [*sse.HEADERS, *generation.headers()])
-    num_opened = 1 if is_opened else 0
-    marks = generation.marks
-    frames, ping = (sse.frames, sse.PING) if marks is None else (marks.frames, marks.ping())
-    try:
-        while True:
-            payloads: list[bytes] = []
-            for index, piece in pieces:
-                made = [] if piece.is_empty else reply.chunks(index, piece)
-                for due in range(num_opened, index + 1):  # a choice never begins before those ahead of it
-                    payloads += reply.opening(due, has_text=due == index and bool(made))
-                num_opened = max(num_opened, index + 1)
-                payloads += made
-                if marks is not None:
-                    marks.passed(bool(made))
-            if generation.is_finished:
-                await exchange.end(sse.frames([*payloads, *reply.closing(generation.usage)]) + sse.DONE)
-                return
-            if payloads:
-                await exchange.write(frames(payloads))
-            pieces = generation.take(call, await _news_with_pings(exchange, call, ping))
-    except ClientGone:
-        raise
-    except Exception as error:
-        generation.failed()
-        if not isinstance(error, ApiError):
-            logger.exception("a stream failed")
-            error = ApiError(500, "The worker failed in the middle of this answer; its log says why.")
-        await exchange.end(sse.error_event(error))
-
-
-async def _news_with_pings(exchange: Exchange, call: Call, ping: bytes) -> list[tuple[int, Update]]:
-    while True:
-        try:
-            async with asyncio.timeout(PING_S):
-                return await call.news()
-        except TimeoutError:
-            await exchange.write(ping)

@@ -11,7 +11,7 @@ import re
 import uuid
 from collections.abc import Awaitable, Callable, Iterable
 from contextlib import suppress
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from engine_worker.contract.errors import ApiError, check_json_type
 
@@ -32,6 +32,17 @@ _SMALL_BODY_BYTES = 64 * 1024
 _REQUEST_ID = re.compile(rb"[A-Za-z0-9._:/+=-]{1,128}")
 
 
+class DirectWriter(Protocol):
+    """The scope's extension `warmgate.write` (http_protocol.py): parts of an answer's body without a task's turn."""
+
+    @property
+    def is_open(self) -> bool:
+        """Whether the answer has begun in chunks, has not ended, and the client reads."""
+        ...
+
+    def write(self, data: bytes) -> None: ...
+
+
 class ClientGone(Exception):
     """The client has closed the connection or stopped reading."""
 
@@ -43,6 +54,7 @@ class Exchange:
         self.started = False
         self._headers: list[tuple[bytes, bytes]] = scope["headers"]
         self._extensions: dict[str, Any] = scope.get("extensions") or {}
+        self._direct: DirectWriter | None = self._extensions.get("warmgate.write")
         self._receive = receive
         self._send = send
         self._body_read = False
@@ -109,6 +121,16 @@ class Exchange:
 
     async def write(self, data: bytes) -> None:
         await self._write({"type": "http.response.body", "body": data, "more_body": True})
+
+    @property
+    def can_write_now(self) -> bool:
+        """Whether `write_now` may be called: the answer has begun, and the client reads what is written."""
+        return self._direct is not None and self._direct.is_open
+
+    def write_now(self, data: bytes) -> None:
+        """`write`, without waiting."""
+        assert self._direct is not None
+        self._direct.write(data)
 
     async def end(self, data: bytes = b"") -> None:
         await self._write({"type": "http.response.body", "body": data, "more_body": False})

@@ -2,8 +2,9 @@
 
 A head (request line and headers) may have `header_limit` bytes and take `header_timeout_s`: a client that sends its
 headers a byte a minute would hold a connection for ever. What can't be parsed is answered in the API's error shape.
-The application finds `warmgate.abort` among the scope's extensions: it drops the connection with whatever a client that
-doesn't read has left in the buffer.
+The application finds two extensions in the scope. `warmgate.abort` drops the connection with whatever a client that
+doesn't read has left in the buffer. `warmgate.write` (a DirectWriter) writes a part of the body at once, where ASGI's
+`send` would have to be awaited.
 """
 
 from __future__ import annotations
@@ -16,6 +17,23 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE, HttpToolsProtocol
 from engine_worker.contract.errors import ApiError
 
 _LINGER_S = 2.0  # how long a refused client may go on sending before its connection is closed
+
+
+class BodyWriter:
+    """http.DirectWriter for one answer."""
+
+    def __init__(self, cycle: RequestResponseCycle) -> None:
+        self._cycle = cycle
+
+    @property
+    def is_open(self) -> bool:
+        cycle = self._cycle
+        is_begun = bool(cycle.chunked_encoding) and not cycle.response_complete
+        return is_begun and not cycle.disconnected and not cycle.flow.write_paused
+
+    def write(self, data: bytes) -> None:
+        """Not empty, and only while the answer is open."""
+        self._cycle.transport.write(b"%x\r\n%b\r\n" % (len(data), data))
 
 
 class WorkerProtocol(HttpToolsProtocol):
@@ -37,6 +55,7 @@ class WorkerProtocol(HttpToolsProtocol):
 
     def _start_asgi_task(self, cycle: RequestResponseCycle, app: Any) -> None:
         self._turn = cycle
+        cycle.scope["extensions"]["warmgate.write"] = BodyWriter(cycle)
         super()._start_asgi_task(cycle, app)
 
     def _end_turn(self) -> None:

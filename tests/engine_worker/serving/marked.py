@@ -16,11 +16,12 @@ from engine_worker.config import EngineConfig
 from engine_worker.contract.prompt import PromptRenderer
 from engine_worker.core.types import FinishReason, SampledToken
 from engine_worker.serving import resume
-from engine_worker.serving.generate import Generation, _stream
+from engine_worker.serving.generate import Generation
 from engine_worker.serving.messages import Update
 from engine_worker.serving.metrics import WorkerMetrics
 from engine_worker.serving.prepare import Preparer
 from engine_worker.serving.replies import ChatReply, CompletionReply
+from engine_worker.serving.stream import Stream
 from engine_worker.serving.token_text import TokenText
 from tests.engine_worker.serving.fake_engine import FakeRunner
 
@@ -148,9 +149,15 @@ class _Call:
         self._sizes = itertools.chain(sizes, itertools.repeat(sizes[-1]))
 
     async def news(self) -> list[tuple[int, Update]]:
+        return self.take()
+
+    def take(self) -> list[tuple[int, Update]]:
         batch = list(itertools.islice(self._updates, next(self._sizes)))
         assert batch, "the answer wants more tokens than there are"
         return [(0, update) for update in batch]
+
+    def listen(self, listener: Any) -> None:
+        pass
 
     def finish(self, index: int) -> None:
         pass
@@ -186,5 +193,5 @@ class Bench:
             marks = resume.marks_for(prepared, b"all")
             generation = Generation(prepared, self.tokens, metrics, marks)
             generation.replay(reply)
-            await _stream(exchange, generation, call, reply, is_opened=sent is not None)  # type: ignore[arg-type]
+            await Stream(exchange, generation, call, reply, is_opened=sent is not None).run()  # type: ignore[arg-type]
         return read_marked(exchange.body.decode())

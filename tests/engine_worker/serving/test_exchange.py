@@ -5,13 +5,15 @@ from __future__ import annotations
 import asyncio
 import json
 from collections import deque
+from dataclasses import replace
 from typing import Any
 
 import pytest
 
 from engine_worker.contract.errors import ApiError
 from engine_worker.core.types import FinishReason, SampledToken
-from engine_worker.serving import generate, http
+from engine_worker.serving import http
+from engine_worker.serving import stream as stream_module
 from engine_worker.serving.engine_client import EngineClient
 from engine_worker.serving.generate import Generation
 from engine_worker.serving.http import ClientGone, Exchange
@@ -19,6 +21,7 @@ from engine_worker.serving.messages import Add, Cancel, Stats, Step, ToEngine, U
 from engine_worker.serving.metrics import WorkerMetrics
 from engine_worker.serving.prepare import PreparedCall
 from engine_worker.serving.replies import ChatReply
+from engine_worker.serving.stream import Stream
 from engine_worker.serving.token_text import TokenText
 from tests.engine_worker.serving.calls import prepared_call
 from tests.engine_worker.serving.fake_engine import make_tokenizer
@@ -27,17 +30,29 @@ TOKENS = TokenText(make_tokenizer())
 
 
 class Client:
-    """Sends scripted messages, then stays silent until told to leave."""
+    """Sends scripted messages, then stays silent until told to leave.
 
-    def __init__(self, *messages: dict[str, Any], reads: bool = True) -> None:
+    `direct`: its server can write at once (http.DirectWriter); `is_open` says whether it may at the moment.
+    """
+
+    def __init__(self, *messages: dict[str, Any], reads: bool = True, direct: bool = False) -> None:
         self._messages = deque(messages)
         self._left = asyncio.Event()
         self._reads = reads
         self.got: list[dict[str, Any]] = []
         self.got_more = asyncio.Event()
         self.aborted = False
-        scope = {"method": "POST", "path": "/", "headers": [], "extensions": {"warmgate.abort": {"call": self._abort}}}
+        self.is_open = True
+        self.num_direct = 0
+        extensions: dict[str, Any] = {"warmgate.abort": {"call": self._abort}}
+        if direct:
+            extensions["warmgate.write"] = self
+        scope = {"method": "POST", "path": "/", "headers": [], "extensions": extensions}
         self.exchange = Exchange(scope, self._receive, self._send)
+
+    def write(self, data: bytes) -> None:
+        self.num_direct += 1
+        self._take({"type": "http.response.body", "body": data, "more_body": True})
 
     def _abort(self) -> None:
         self.aborted = True
@@ -58,6 +73,9 @@ class Client:
     async def _send(self, message: dict[str, Any]) -> None:
         if not self._reads:
             await asyncio.Event().wait()
+        self._take(message)
+
+    def _take(self, message: dict[str, Any]) -> None:
         self.got.append(message)
         self.got_more.set()
 
@@ -168,16 +186,20 @@ async def stream(client: Client, engine: Engine, call: PreparedCall) -> None:
     metrics = WorkerMetrics("m")
     with engine.client.submit(call) as handle, metrics.request(call, 0.0) as request_metrics:
         generation = Generation(call, TOKENS, request_metrics)
-        await generate._stream(client.exchange, generation, handle, ChatReply("c", 1, "m", TOKENS, None, False))
+        await Stream(client.exchange, generation, handle, ChatReply("c", 1, "m", TOKENS, None, False)).run()
+
+
+both_ways = pytest.mark.parametrize("direct", [False, True], ids=["awaited", "direct"])
 
 
 def sent_text(client: Client) -> bytes:
     return b"".join(message.get("body", b"") for message in client.got)
 
 
-async def test_pings_while_the_engine_thinks(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generate, "PING_S", 0.01)
-    client, engine = Client(part(b"")), Engine()
+@both_ways
+async def test_pings_while_the_engine_thinks(direct: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(stream_module, "PING_S", 0.01)
+    client, engine = Client(part(b""), direct=direct), Engine()
     serving = asyncio.create_task(stream(client, engine, prepared_call()))
     await asyncio.sleep(0)
     engine.tell("r0", "a")
@@ -188,8 +210,9 @@ async def test_pings_while_the_engine_thinks(monkeypatch: pytest.MonkeyPatch) ->
     assert [order for order in engine.orders if isinstance(order, Cancel)] == []
 
 
-async def test_nothing_is_sent_before_the_first_choice_has_begun() -> None:
-    client, engine = Client(part(b"")), Engine()
+@both_ways
+async def test_nothing_is_sent_before_the_first_choice_has_begun(direct: bool) -> None:
+    client, engine = Client(part(b""), direct=direct), Engine()
     serving = asyncio.create_task(stream(client, engine, prepared_call(n=2)))
     await asyncio.sleep(0)
     engine.tell("r1", "b")
@@ -206,8 +229,9 @@ async def test_nothing_is_sent_before_the_first_choice_has_begun() -> None:
     await serving
 
 
-async def test_an_engine_lost_before_the_first_token_is_a_status() -> None:
-    client, engine = Client(part(b"")), Engine()
+@both_ways
+async def test_an_engine_lost_before_the_first_token_is_a_status(direct: bool) -> None:
+    client, engine = Client(part(b""), direct=direct), Engine()
     serving = asyncio.create_task(stream(client, engine, prepared_call()))
     await asyncio.sleep(0)
     engine.client.lose(ApiError(503, "gone"))
@@ -217,8 +241,9 @@ async def test_an_engine_lost_before_the_first_token_is_a_status() -> None:
     assert engine.client.num_in_flight == 0
 
 
-async def test_an_engine_lost_after_it_is_an_event_behind_all_that_arrived() -> None:
-    client, engine = Client(part(b"")), Engine()
+@both_ways
+async def test_an_engine_lost_after_it_is_an_event_behind_all_that_arrived(direct: bool) -> None:
+    client, engine = Client(part(b""), direct=direct), Engine()
     serving = asyncio.create_task(stream(client, engine, prepared_call()))
     await asyncio.sleep(0)
     engine.tell("r0", "a")
@@ -232,8 +257,9 @@ async def test_an_engine_lost_after_it_is_an_event_behind_all_that_arrived() -> 
     assert client.got[-1]["more_body"] is False
 
 
-async def test_our_own_fault_in_a_stream_is_said_in_it() -> None:
-    client, engine = Client(part(b"")), Engine()
+@both_ways
+async def test_our_own_fault_in_a_stream_is_said_in_it(direct: bool) -> None:
+    client, engine = Client(part(b""), direct=direct), Engine()
     serving = asyncio.create_task(stream(client, engine, prepared_call()))
     await asyncio.sleep(0)
     engine.tell("r0", "a")
@@ -245,8 +271,9 @@ async def test_our_own_fault_in_a_stream_is_said_in_it() -> None:
     assert isinstance(engine.orders[-1], Cancel)
 
 
-async def test_a_cancelled_stream_cancels_what_still_runs() -> None:
-    client, engine = Client(part(b"")), Engine()
+@both_ways
+async def test_a_cancelled_stream_cancels_what_still_runs(direct: bool) -> None:
+    client, engine = Client(part(b""), direct=direct), Engine()
     serving = asyncio.create_task(stream(client, engine, prepared_call(n=2)))
     await asyncio.sleep(0)
     engine.tell("r0", "a", FinishReason.LENGTH)
@@ -258,3 +285,58 @@ async def test_a_cancelled_stream_cancels_what_still_runs() -> None:
     assert engine.orders[-1] == Cancel(["r1"])
     engine.client.check_invariants()
     assert engine.client.num_in_flight == 0
+
+
+async def test_what_comes_while_the_client_reads_is_written_at_once() -> None:
+    client, engine = Client(part(b""), direct=True), Engine()
+    serving = asyncio.create_task(stream(client, engine, prepared_call()))
+    await asyncio.sleep(0)
+    engine.tell("r0", "a")
+    await client.until_got(b'"content":"a"')
+    await asyncio.sleep(0)
+    assert client.num_direct == 0
+    for number, text in enumerate("bcd", 1):
+        engine.tell("r0", text)
+        assert client.num_direct == number
+        assert f'"content":"{text}"'.encode() in client.got[-1]["body"]
+    engine.tell("r0", "e", FinishReason.LENGTH)
+    await serving
+    assert client.num_direct == 3
+    assert sent_text(client).endswith(b"data: [DONE]\n\n")
+
+
+async def test_a_client_that_reads_slowly_gets_all_in_order() -> None:
+    client, engine = Client(part(b""), direct=True), Engine()
+    serving = asyncio.create_task(stream(client, engine, prepared_call()))
+    await asyncio.sleep(0)
+    texts = "abcdefg"
+    engine.tell("r0", texts[0])
+    await client.until_got(b'"content":"a"')
+    for number, text in enumerate(texts[1:]):
+        client.is_open = number % 3 != 0
+        engine.tell("r0", text)
+        if number % 2:
+            await asyncio.sleep(0)
+    await client.until_got(b'"content":"g"')
+    engine.tell("r0", None, FinishReason.LENGTH)
+    await serving
+    events = [event.removeprefix(b"data: ") for event in sent_text(client).split(b"\n\n")[:-2]]
+    deltas = [json.loads(event)["choices"][0]["delta"] for event in events]
+    assert "".join(delta.get("content", "") for delta in deltas) == texts
+    assert 0 < client.num_direct < len(texts) - 1
+
+
+async def test_a_stop_string_in_what_is_written_at_once_ends_the_stream() -> None:
+    client, engine = Client(part(b""), direct=True), Engine()
+    serving = asyncio.create_task(stream(client, engine, replace(prepared_call(), stops=("c",))))
+    await asyncio.sleep(0)
+    engine.tell("r0", "a")
+    await client.until_got(b'"content":"a"')
+    await asyncio.sleep(0)
+    engine.tell("r0", "b")
+    engine.tell("r0", "c")
+    await serving
+    assert isinstance(engine.orders[-1], Cancel)
+    assert b'"finish_reason":"stop","stop_reason":"c"' in sent_text(client)
+    assert sent_text(client).endswith(b"data: [DONE]\n\n")
+    assert client.got[-1]["more_body"] is False

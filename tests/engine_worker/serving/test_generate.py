@@ -8,9 +8,10 @@ from typing import Any
 import pytest
 
 from engine_worker.core.types import FinishReason, SampledToken
-from engine_worker.serving.generate import Generation, _stream
+from engine_worker.serving.generate import Generation
 from engine_worker.serving.messages import Update
 from engine_worker.serving.replies import ChatReply, CompletionReply
+from engine_worker.serving.stream import Stream
 from tests.engine_worker.serving.marked import Bench, WrittenExchange
 
 CHAT = {"model": "fake", "messages": [{"role": "user", "content": "hi"}], "n": 3, "stream": True}
@@ -18,11 +19,19 @@ TEXT = {"model": "fake", "prompt": ["one", "two", "three"], "stream": True}
 
 
 class News:
+    """A call whose news come in these batches."""
+
     def __init__(self, batches: list[list[tuple[int, Update]]]) -> None:
         self._batches = iter(batches)
 
     async def news(self) -> list[tuple[int, Update]]:
+        return self.take()
+
+    def take(self) -> list[tuple[int, Update]]:
         return next(self._batches)
+
+    def listen(self, listener: Any) -> None:
+        pass
 
     def finish(self, index: int) -> None:
         pass
@@ -39,7 +48,8 @@ async def chunks(body: dict[str, Any], batches: list[list[tuple[int, Update]]]) 
     prepared = (bench.preparer.chat if is_chat else bench.preparer.completion)(json.dumps(body).encode())
     reply = (ChatReply if is_chat else CompletionReply)("one", 7, "fake", bench.tokens, None, False)
     with bench.metrics.request(prepared, 0.0) as metrics:
-        await _stream(exchange, Generation(prepared, bench.tokens, metrics), News(batches), reply)  # type: ignore[arg-type]
+        generation = Generation(prepared, bench.tokens, metrics)
+        await Stream(exchange, generation, News(batches), reply).run()  # type: ignore[arg-type]
     frames = exchange.body.decode().split("\n\n")
     assert frames[-2:] == ["data: [DONE]", ""]
     return [json.loads(frame.removeprefix("data: "))["choices"][0] for frame in frames[:-2]]
