@@ -7,6 +7,10 @@
 // memory, is asked for: without that, its way from memory and the arithmetic would add up. So it is with narrow weights,
 // whose blocks become float32 in a scratch of that size.
 //
+// It is asked for into the second-level cache: the first one waits for so few lines at a time (two dozen, each for a
+// tenth of a microsecond) that memory comes at half its speed, and one of 32 KB does not hold two blocks. With many
+// rows there is time even so. With few the processor's own prefetching suffices, and asking only delays it.
+//
 // A row's result does not depend on how many rows go with it: every sum is taken in the same order.
 #pragma once
 #include "pack.h"
@@ -14,12 +18,15 @@
 
 constexpr int SLICE = 2 * LANES;  // columns of a register tile: a panel, or half of one
 constexpr int UNROLL = 2;
+constexpr int ASKS_FROM = MAX_ROWS >= 12 ? 6 : 1;  // rows of x from which on the next block is asked for
+constexpr int ASKS_NEAR_FROM = MAX_ROWS >= 12 ? 28 : 1 << 30;  // and those from which on into the first-level cache
 constexpr int64_t CHUNK_FLOATS = 1 << 17;  // of x, while the panels pass: half a megabyte
 
-// What is wanted next, asked for while this is worked on: `lines` cache lines in UNROLL steps over K.
+// What is wanted next, asked for while this is worked on: so many cache lines in UNROLL steps over K, into the
+// first-level cache (`near`) or the second (`far`).
 struct Ahead {
   const char *at, *end;
-  int lines;
+  int near, far;
 };
 
 template <int R>
@@ -54,10 +61,12 @@ static void multiply_block(const float* a, const float* w, int64_t k, float* sum
   RegisterTile<R> tile;
   tile.clear();
   const char* wanted = ahead.at;
-  const int lines = wanted < ahead.end ? ahead.lines : 0;
+  const bool asks = wanted < ahead.end;
+  const int near = asks ? ahead.near : 0, far = asks ? ahead.far : 0;
   int64_t i = 0;
   for (; i + UNROLL <= k; i += UNROLL, a += UNROLL * R, w += UNROLL * PANEL) {
-    for (int j = 0; j < lines; j++) __builtin_prefetch(wanted, 0, 3), wanted += 64;
+    for (int j = 0; j < far; j++) __builtin_prefetch(wanted, 0, 2), wanted += 64;
+    for (int j = 0; j < near; j++) __builtin_prefetch(wanted, 0, 3), wanted += 64;
 #pragma GCC unroll 8
     for (int u = 0; u < UNROLL; u++) tile.step(a + u * R, w + u * PANEL);
   }
@@ -86,7 +95,9 @@ static void run_panel(const Weight& w, int64_t panel, const float* packed, const
     const int64_t n = std::min(length, k - b);
     const float* block = (const float*)w.data + (panel * k + b) * PANEL;
     const char* next = (const char*)w.data + (panel * k + b + n) * line;
-    Ahead ahead = {next, next + n * line, (int)((UNROLL * line + runs * 64 - 1) / (runs * 64))};
+    const int lines = tiles.rows < ASKS_FROM ? 0 : (int)((UNROLL * line + runs * 64 - 1) / (runs * 64));
+    const bool is_near = tiles.rows >= ASKS_NEAR_FROM;
+    Ahead ahead = {next, next + n * line, is_near ? lines : 0, is_near ? 0 : lines};
     if (wide) widen_block(w, panel, b, n, wide), block = wide;
     for (int64_t column = 0; column < PANEL; column += SLICE)
       for (int64_t t = 0; t < tiles.count; t++) {
