@@ -42,6 +42,9 @@ class Piece:
         return not self.text and not self.tokens and self.finish_reason is None
 
 
+_NOTHING = Piece()
+
+
 class SequenceText:
     """The output text of one sequence. After a piece with a finish_reason nothing more may be pushed."""
 
@@ -60,6 +63,7 @@ class SequenceText:
         self._stop_reason: str | int | None = None
         self._stops = StopStrings(stops) if stops else None
         self._repeats = repeats
+        self._is_plain = self._stops is None and repeats is None
         self._include_stop = include_stop
         self._min_tokens = min_tokens
         self._held = ""  # text not released yet
@@ -78,6 +82,8 @@ class SequenceText:
         assert self.finish_reason is None, "a finished sequence got another token"
         if token is not None:
             self.num_tokens += 1
+            if finish_reason is None and self._is_plain and not self._pending:
+                return self._pass_on(token)
             if finish_reason is FinishReason.STOP and token.token_id in self._stop_token_ids:
                 self._stop_reason = token.token_id
             if finish_reason is not FinishReason.STOP or self._include_stop or is_complete:
@@ -91,6 +97,15 @@ class SequenceText:
             return self._finish_at(cut)
         self.finish_reason = finish_reason
         return self._release(len(self._held))
+
+    def _pass_on(self, token: SampledToken) -> Piece:
+        """What most tokens come to: nothing is held, nothing can be cut off, and text goes out as it comes."""
+        start, text = self._num_released, self._stream.push(token.token_id)
+        if not text:
+            self._pending.append((PlacedToken(token, start), start))
+            return _NOTHING
+        self._num_released = start + len(text)
+        return Piece(text, (PlacedToken(token, start),))
 
     def drop(self) -> Piece:
         """End without the token that the engine made: only the prompt was wanted."""

@@ -47,6 +47,7 @@ class Generation:
         self._scores: dict[int, list[SampledToken]] = {}  # prompt -> its tokens behind the first, with logprobs
         self._echoed: dict[int, int] = {}  # sequence -> characters of its prompt, which its answer began with
         self.texts = [self._text(prepared, tokens, p) for p in range(len(prepared.prompts)) for _ in range(prepared.n)]
+        self._begun: set[int] = set()  # sequences
         self._cached: dict[int, int] = {}  # prompt -> tokens that its first choice found in the cache
         self._drafts: dict[int, tuple[int, int]] = {}  # sequence -> speculated tokens, and accepted ones
         self._num_unfinished = len(self.texts)
@@ -87,9 +88,12 @@ class Generation:
                 raise ApiError(update.error_status, update.error or "Generation failed.", code=update.error_code)
             if update.finish_reason is FinishReason.ABORT:
                 raise ApiError(503, "The engine dropped this request.", retry_after_s=1)
-            self._note_cached(index, update)
-            self._drafts[index] = (update.num_draft_tokens, update.num_accepted_tokens)
-            self._scores.setdefault(index // self._prepared.n, []).extend(update.prompt_logprobs)
+            if index not in self._begun:
+                self._begin(index, update)
+            if update.num_draft_tokens:
+                self._drafts[index] = (update.num_draft_tokens, update.num_accepted_tokens)
+            if update.prompt_logprobs:
+                self._scores.setdefault(index // self._prepared.n, []).extend(update.prompt_logprobs)
             if update.token is None and update.finish_reason is None:
                 continue  # part of the prompt was scored
             self._metrics.token(index, update)
@@ -104,6 +108,13 @@ class Generation:
                 call.finish(index)
             pieces.append((index, piece))
         return pieces
+
+    def _begin(self, index: int, update: Update) -> None:
+        """A sequence's first news: those of a prompt's first choice tell what was cached of it."""
+        self._begun.add(index)
+        prompt, choice = divmod(index, self._prepared.n)
+        if choice == 0:
+            self._cached[prompt] = update.num_cached_tokens
 
     def _piece(self, index: int, update: Update) -> Piece:
         """The next piece of a sequence, with the prompt in front of the first where it is echoed."""
@@ -129,11 +140,6 @@ class Generation:
         """Of each prompt, its tokens behind the first with their logprobs, where they were asked for."""
         return [self._scores.get(prompt, []) for prompt in range(len(self._prepared.prompts))]
 
-    def _note_cached(self, index: int, update: Update) -> None:
-        prompt, choice = divmod(index, self._prepared.n)
-        if choice == 0:
-            self._cached.setdefault(prompt, update.num_cached_tokens)
-
     def failed(self) -> None:
         self._metrics.failed()
 
@@ -151,6 +157,8 @@ class Generation:
 
     def _drafts_of_all(self) -> tuple[int, int]:
         """Tokens speculated so far and those of them that were right, those of a worker before this one included."""
+        if not self._drafts:
+            return self._prepared.told_drafts
         counts = (self._prepared.told_drafts, *self._drafts.values())
         return sum(drafts for drafts, _ in counts), sum(accepted for _, accepted in counts)
 

@@ -11,8 +11,8 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, disable_created_metrics, generate_latest
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client import CollectorRegistry, Counter, Gauge, disable_created_metrics, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
 from engine_worker.config import ModelInfo
@@ -20,6 +20,7 @@ from engine_worker.core.types import FinishReason
 from engine_worker.serving.http import ClientGone
 from engine_worker.serving.messages import Stats, Step, Update
 from engine_worker.serving.prepare import PreparedCall
+from engine_worker.serving.tally import Tally
 
 disable_created_metrics()  # type: ignore[no-untyped-call]
 
@@ -40,16 +41,12 @@ class WorkerMetrics(Collector):
         self._labels = {"model_name": model_name, "engine": "0"}
         names = tuple(self._labels)
 
-        def gauge(name: str, text: str) -> Gauge:
-            return Gauge(f"vllm:{name}", text, names, registry=self.registry).labels(**self._labels)
+        self._tallies: list[Tally] = []
 
-        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Histogram:
-            made = Histogram(f"vllm:{name}", text, names, registry=self.registry, buckets=buckets)
-            return made.labels(**self._labels)
+        def histogram(name: str, text: str, buckets: tuple[float, ...]) -> Tally:
+            self._tallies.append(Tally(f"vllm:{name}", text, buckets))
+            return self._tallies[-1]
 
-        self._running = gauge("num_requests_running", "Sequences in the running batch.")
-        self._waiting = gauge("num_requests_waiting", "Sequences waiting to run.")
-        self._kv_usage = gauge("kv_cache_usage_perc", "Share of KV blocks held by requests, 0 to 1.")
         self._cache_config = Gauge(
             "vllm:cache_config_info",
             "The KV cache's shape, as labels.",
@@ -91,21 +88,30 @@ class WorkerMetrics(Collector):
             num_draft_tokens=past.num_draft_tokens + last.num_draft_tokens,
             num_accepted_tokens=past.num_accepted_tokens + last.num_accepted_tokens,
         )
-        self._set_stats(Stats())
+        self._stats = Stats()
 
     def step(self, step: Step) -> None:
-        self._set_stats(step.stats)
+        self._stats = step.stats
         if step.num_tokens:
             self._step_tokens.observe(step.num_tokens)
 
-    def _set_stats(self, stats: Stats) -> None:
-        self._stats = stats
-        self._running.set(stats.num_running)
-        self._waiting.set(stats.num_waiting)
-        self._kv_usage.set(1 - stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0)
+    def collect(self) -> Iterator[Metric]:
+        """What is kept as numbers (prometheus_client calls this)."""
+        stats, labels = self._stats, self._labels
+        usage = 1 - stats.num_free_blocks / stats.num_blocks if stats.num_blocks else 0
+        for name, text, value in (
+            ("num_requests_running", "Sequences in the running batch.", stats.num_running),
+            ("num_requests_waiting", "Sequences waiting to run.", stats.num_waiting),
+            ("kv_cache_usage_perc", "Share of KV blocks held by requests, 0 to 1.", usage),
+        ):
+            gauge = GaugeMetricFamily(f"vllm:{name}", text, labels=tuple(labels))
+            gauge.add_metric(tuple(labels.values()), value)
+            yield gauge
+        for tally in self._tallies:
+            yield tally.family(labels)
+        yield from self._counters()
 
-    def collect(self) -> Iterator[CounterMetricFamily]:
-        """The counters that are kept as numbers (prometheus_client calls this)."""
+    def _counters(self) -> Iterator[CounterMetricFamily]:
         stats, past = self._stats, self._past
         for name, text, value in (
             ("prompt_tokens", "Prompt tokens of requests that reached their first token.", self.prompt_tokens),

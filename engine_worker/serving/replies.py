@@ -28,7 +28,26 @@ from engine_worker.serving.tool_use import ToolUse
 Json = dict[str, Any]
 _MIN_LOGPROB = -9999.0  # stands for minus infinity, which JSON can't say
 
+_TEXT = "\ue000text\ue001"  # where a template has a text: what no answer's other fields contain behind it
+
 encode = msgspec.json.Encoder().encode
+
+
+@dataclass(frozen=True, slots=True)
+class _Template:
+    """The JSON before and behind the one text in which the chunks of a choice differ."""
+
+    before: bytes
+    behind: bytes
+
+    @classmethod
+    def of(cls, chunk: bytes) -> _Template:
+        """`chunk` has _TEXT as that text."""
+        before, _, behind = chunk.rpartition(encode(_TEXT))
+        return cls(before, behind)
+
+    def chunk(self, text: str) -> bytes:
+        return self.before + encode(text) + self.behind
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,6 +147,17 @@ class _Answer:
         self._more: Json = {"usage": None} if include_usage else {}
         self._include_usage = include_usage
         self._tools = tools
+        self._templates: dict[int, _Template] = {}  # choice -> its chunks with nothing but text
+
+    def _plain_chunk(self, index: int, text: str) -> bytes:
+        template = self._templates.get(index)
+        if template is None:
+            template = self._templates[index] = _Template.of(self._text_chunk(index, _TEXT))
+        return template.chunk(text)
+
+    def _text_chunk(self, index: int, text: str) -> bytes:
+        """A chunk of nothing but text, without log probabilities."""
+        raise NotImplementedError
 
     def closing(self, usage: Usage) -> list[bytes]:
         return [encode(self._chunk.json([], usage=usage.json()))] if self._include_usage else []
@@ -178,12 +208,17 @@ class ChatReply(_Answer):
     def chunks(self, index: int, piece: Piece) -> list[bytes]:
         if self._tools is not None:
             return self._chunks_with_calls(index, piece, self._tools)
+        if piece.finish_reason is None and self._num_logprobs is None:
+            return [self._plain_chunk(index, piece.text)]
         frames = []
         if piece.text or piece.tokens:
             frames.append(self._delta(index, {"content": piece.text}, piece.tokens))
         if piece.finish_reason is not None:
             frames.append(self._delta(index, {}, finish_reason=piece.finish_reason, stop_reason=piece.stop_reason))
         return frames
+
+    def _text_chunk(self, index: int, text: str) -> bytes:
+        return self._delta(index, {"content": text})
 
     def _chunks_with_calls(self, index: int, piece: Piece, tools: ToolUse) -> list[bytes]:
         calls = self._calls.setdefault(index, ChoiceCalls(tools))
@@ -260,7 +295,15 @@ class CompletionReply(_Answer):
         return [] if has_text else self.chunks(index, Piece())
 
     def chunks(self, index: int, piece: Piece) -> list[bytes]:
-        return [encode(self._chunk.json([self._choice(index, piece)], **self._more))]
+        if piece.finish_reason is None and self._num_logprobs is None:
+            return [self._plain_chunk(index, piece.text)]
+        return [self._whole_chunk(index, piece)]
+
+    def _text_chunk(self, index: int, text: str) -> bytes:
+        return self._whole_chunk(index, Piece(text))
+
+    def _whole_chunk(self, index: int, piece: Piece) -> bytes:
+        return encode(self._chunk.json([self._choice(index, piece)], **self._more))
 
     def skip(self, index: int, piece: Piece) -> None:
         pass

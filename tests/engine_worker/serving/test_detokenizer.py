@@ -142,3 +142,11 @@ def test_what_was_sent_of_text_and_tokens_always_matches(text: str, stops: list[
     tokens = [placed.token.token_id for piece in pieces for placed in piece.tokens]
     assert tokens == ids_of(text)[: len(tokens)]
     assert b"".join(map(TOKENS.bytes_of, tokens)).decode("utf-8", "ignore").startswith(sent_text)
+
+
+@given(texts.filter(lambda text: "\0" not in text))
+def test_without_stop_strings_the_pieces_are_those_beside_one_that_never_begins(text: str) -> None:
+    """The way of a sequence in which nothing can be cut off, and the general one."""
+    ids = ids_of(text)
+    for finish in (FinishReason.LENGTH, FinishReason.STOP):
+        assert run(sequence(), ids, finish) == run(sequence("\0"), ids, finish)

@@ -6,12 +6,14 @@ import json
 from typing import Any
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from engine_worker.contract.errors import ApiError
 from engine_worker.core.types import FinishReason, SampledToken
 from engine_worker.serving import sse
 from engine_worker.serving.detokenizer import Piece, PlacedToken
-from engine_worker.serving.replies import ChatReply, CompletionReply, Usage
+from engine_worker.serving.replies import _TEXT, ChatReply, CompletionReply, Usage, encode
 from engine_worker.serving.token_text import TokenText
 from tests.engine_worker.serving.fake_engine import make_tokenizer
 
@@ -138,3 +140,17 @@ def test_frames() -> None:
         "error": {"message": "gone", "type": "server_error", "param": None, "code": None}
     }
     assert event.endswith(b"}\n\n")
+
+
+@given(st.text(), st.integers(0, 3), st.sampled_from(["m", '"\\"{}', f"{_TEXT}"]), st.booleans())
+def test_a_chunk_of_text_is_what_the_encoder_makes_of_it(text: str, index: int, model: str, usage: bool) -> None:
+    """Most chunks are put together from a template: to the byte as those that are not."""
+    more = {"usage": None} if usage else {}
+    for reply, choice in (
+        (ChatReply("c", 7, model, TOKENS, None, usage), {"index": index, "delta": {"content": text}}),
+        (CompletionReply("c", 7, model, TOKENS, None, usage), {"index": index, "text": text}),
+    ):
+        whole = {"id": "c", "object": reply.chunk_object, "created": 7, "model": model}
+        expected = {**whole, "choices": [{**choice, "logprobs": None, "finish_reason": None}], **more}
+        for _ in range(2):
+            assert reply.chunks(index, Piece(text)) == [encode(expected)]
