@@ -26,6 +26,7 @@ from engine_worker.serving.worker import Worker
 logger = logging.getLogger("warmgate.worker")
 
 SEND_BUFFER_BYTES = 128 * 1024  # of the kernel, a connection (Linux takes twice that)
+_TICK_S = 1.0  # of the date header
 _CLOSE_S = 3  # for responses to be written out after the last request has ended
 
 
@@ -37,7 +38,22 @@ class ServerOptions:
 
 
 class _Server(uvicorn.Server):
-    """uvicorn without its signal handlers: stopping is more than closing sockets here."""
+    """uvicorn without its signal handlers, as stopping is more than closing sockets here, and without looking ten times
+    a second whether it should stop: it is told."""
+
+    def __init__(self, config: uvicorn.Config) -> None:
+        super().__init__(config)
+        self._leaving = asyncio.Event()
+
+    def leave(self) -> None:
+        self.should_exit = True
+        self._leaving.set()
+
+    async def main_loop(self) -> None:
+        while not await self.on_tick(0):  # makes the date header
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(_TICK_S):
+                    await self._leaving.wait()
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -84,7 +100,7 @@ async def serve(worker: Worker, sock: socket.socket, options: ServerOptions) -> 
             _note_failure(worker, supervising)
         elif not serving.done():
             await _drain(worker, stop, options.drain_timeout_s)
-        server.should_exit = True
+        server.leave()
         if stop.second.is_set():
             server.force_exit = True
         await worker.supervisor.stop()
