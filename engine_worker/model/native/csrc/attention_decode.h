@@ -3,7 +3,8 @@
 // Keys and values pass in pieces that the first-level cache holds. Their heads lie side by side in memory, so all key
 // heads of a task are done on a piece before the next one. While a piece is worked on, the one behind it is asked for row
 // by row: the next keys, behind the chunk's last keys its values, behind those the next chunk's keys or the next
-// request's. Walking head after head over the whole context instead reads at half the speed.
+// request's. Walking head after head over the whole context instead reads at half the speed, and so does asking for them
+// into the first-level cache (blocks.h says why): it is the second one that they come to.
 #pragma once
 #include "attention.h"
 
@@ -16,7 +17,7 @@ struct Wanted {
   const Stream* stream;
   const int64_t* rows;
   int64_t count;
-  MEMBER void ask(int64_t j, int64_t kv_head) const { stream->ask(rows[j] + kv_head); }
+  MEMBER void ask(int64_t j, int64_t kv_head) const { stream->ask<2>(rows[j] + kv_head); }
 };
 
 // What one call works on: rows of a key head, for queries q [G][dim] with scores [G][KEYS] and sums [G][pitch].
