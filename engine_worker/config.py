@@ -33,6 +33,8 @@ class EngineConfig:
                       tokens a step may compute (the chunk budget of prefill)
     joint_prefill_tokens
                       tokens of prompts that are completed in one step, where several are; 0 fills every step
+    partial_hits      auto (on with a CPU), on or off: whether a prompt that leaves a cached one within a block copies
+                      the tokens that they share there
     attention_backend auto, reference, cpu, native (C++ kernels for CPUs), triton or flashinfer (for CUDA)
     quantization      "" (none), int8 or int4 (weights only), or fp8 (CUDA): what linear weights become at load
     async_scheduling  auto (on with CUDA), on or off: plan and queue a step before the last one's tokens are read
@@ -64,6 +66,7 @@ class EngineConfig:
     max_num_batched_tokens: int = 512
     joint_prefill_tokens: int = 512
     enable_prefix_caching: bool = True
+    partial_hits: str = "auto"
     attention_backend: str = "auto"
     quantization: str = ""
     async_scheduling: str = "auto"

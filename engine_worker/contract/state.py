@@ -37,6 +37,8 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     queued_prefill_tokens uncached prompt tokens of waiting and running requests not computed yet
     model_fingerprint     the same for workers that can go on with each other's answers (resume.py); "" for none
     num_idle_checks       times that the engine, without work, found all blocks free and nothing left of any request
+    num_copied_tokens     prompt tokens that were found cached in a part of a block, and copied: the cached tokens of a
+                          prompt that are no whole blocks
     speculation           None where the worker was started without
     kv_cache_dtype        how keys and values are stored; `kv_block_bytes` is a block's size over all layers, so that
                           both say what a narrower cache brings
@@ -74,6 +76,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     queued_prefill_tokens: int = 0
     num_preemptions: int = 0
     num_idle_checks: int = 0
+    num_copied_tokens: int = 0
     kv_events_endpoint: str = ""
     kv_events_replay_endpoint: str = ""
     speculation: SpeculationState | None = None

@@ -10,8 +10,8 @@ Whoever needs to know its tokens to choose the next one (a grammar, penalties, b
 
 A request may turn out to have ended in step N (an end token, a cancel) when step N + 1 is on its way. What that one
 computed for it is dropped at its commit, like any result of a request that no longer runs. The slot that it wrote is
-behind the request's last full block, in a block that no other request can hit; a new owner writes before it reads, and
-the device runs steps in order.
+behind all that the request is known to have computed, where no hit reaches, nor a copy of a part of its last block; a
+new owner writes before it reads, and the device runs steps in order.
 """
 
 from __future__ import annotations

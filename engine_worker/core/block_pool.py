@@ -17,6 +17,10 @@ Duplicates. Two requests may compute one prefix at the same time. Both blocks st
 a table early) and share the hash. Once one of them is free while another copy exists it carries nothing of value, so
 it drops its hash: a hash has either held copies only, or exactly one free copy.
 
+Parts. With `with_parts` a block that a table leaves behind half full may keep its tokens, though it has no hash: as
+long as it is free, and behind a parent that is cached, they can be copied (parts.py). In the eviction order it is a
+cached block like others. A part that a fuller block begins with carries nothing of value and is forgotten.
+
 Block tables, requests and events belong to `kv_manager`. The design of pool and list follows vLLM v1's block pool.
 """
 
@@ -27,6 +31,7 @@ import struct
 from collections.abc import Iterable, Sequence
 from enum import Enum
 
+from engine_worker.core.parts import Siblings
 from engine_worker.core.types import BlockHash, BlockId
 
 
@@ -51,7 +56,8 @@ class Registered(Enum):
 
 
 class _Block:
-    """One block's book-keeping. `parent` and `token_ids` mean something only while `block_hash` is set.
+    """One block's book-keeping. `parent` and `token_ids` mean something only while `block_hash` is set, or for a part,
+    which has none.
 
     `prev` and `next` link the free list; a held block has neither. `is_first` tells that `parent` is a root.
     """
@@ -68,15 +74,23 @@ class _Block:
         self.prev: _Block | None = None
         self.next: _Block | None = None
 
+    @property
+    def is_part(self) -> bool:
+        return self.block_hash is None and bool(self.token_ids)
+
 
 class BlockPool:
-    """`num_blocks` blocks with ids 0 to num_blocks - 1. Every operation costs O(blocks it is given)."""
+    """`num_blocks` blocks with ids 0 to num_blocks - 1. Every operation costs O(blocks it is given).
 
-    def __init__(self, num_blocks: int) -> None:
+    `with_parts` lets blocks be found by a part of their tokens, for the price of an index.
+    """
+
+    def __init__(self, num_blocks: int, with_parts: bool = False) -> None:
         if num_blocks < 1:
             raise ValueError(f"a KV pool needs at least one block, not {num_blocks}: give the KV cache more memory")
         self._blocks = [_Block(BlockId(i)) for i in range(num_blocks)]
         self._copies: dict[BlockHash, list[_Block]] = {}
+        self._siblings: Siblings[list[_Block]] | None = Siblings() if with_parts else None
         self._end = _Block(BlockId(-1))  # closes the ring: _end.next is the head, _end.prev the tail
         self._end.prev = self._end.next = self._end
         self.num_free = 0
@@ -122,6 +136,11 @@ class BlockPool:
             parent = block_hash
         return found
 
+    def find_part(self, parent: BlockHash, token_ids: tuple[int, ...]) -> tuple[BlockId, int] | None:
+        """The block behind `parent` with most leading tokens in common, and how many; None without any."""
+        found = None if self._siblings is None else self._siblings.closest(parent, token_ids)
+        return None if found is None else (found[0][0].block_id, found[1])
+
     def take(self, block_ids: Iterable[BlockId]) -> None:
         """Adds one reference to each block (a hit); free ones leave the free list."""
         for block_id in block_ids:
@@ -144,6 +163,8 @@ class BlockPool:
             if block.block_hash is not None:
                 evicted.append(block.block_hash)
                 self._forget(block)
+            elif block.token_ids:
+                self._forget_part(block)
             self._unlink(block)
             block.num_refs = 1
             allocated.append(block.block_id)
@@ -160,7 +181,7 @@ class BlockPool:
             if num_refs == 0:
                 if block.block_hash is not None and len(all_copies[block.block_hash]) > 1:
                     self._forget(block)  # another copy is still held
-                self._link(block, at_head=block.block_hash is None)
+                self._link(block, at_head=block.block_hash is None and not block.token_ids)
 
     def register(
         self, block_id: BlockId, block_hash: BlockHash, parent: BlockHash, token_ids: tuple[int, ...], is_first: bool
@@ -178,6 +199,8 @@ class BlockPool:
             outcome = Registered.DUPLICATE
         block.block_hash, block.parent, block.token_ids, block.is_first = block_hash, parent, token_ids, is_first
         copies.append(block)
+        if outcome is Registered.NEW:
+            self._add_sibling(block, copies)
         if len(copies) == 2 and copies[0].num_refs == 0:
             twin = copies[0]
             self._forget(twin)
@@ -185,8 +208,26 @@ class BlockPool:
             self._link(twin, at_head=True)
         return outcome
 
+    def keep_part(
+        self, block_id: BlockId, parent: BlockHash, token_ids: tuple[int, ...], is_first: bool = False
+    ) -> None:
+        """Lets the first tokens of a held block be found once its table lets go of it; nobody may write it any more.
+
+        Its parent is registered, or a root if the block `is_first`. Nothing happens where another block has as many.
+        """
+        block = self._blocks[block_id]
+        assert block.num_refs > 0, f"block {block_id} is free and keeps nothing"
+        assert block.block_hash is None, f"block {block_id} is no part"
+        if self._siblings is not None and token_ids and not self._siblings.covers(parent, token_ids):
+            block.parent, block.token_ids, block.is_first = parent, token_ids, is_first
+            self._add_sibling(block, [block])
+
     def clear_cache(self) -> None:
-        """Forgets every hash. Held blocks stay held."""
+        """Forgets every hash and every part. Held blocks stay held."""
+        if self._siblings is not None:
+            for _, _, copies in self._siblings:
+                copies[0].block_hash, copies[0].parent, copies[0].token_ids = None, None, ()
+            self._siblings.clear()
         for copies in self._copies.values():
             for block in copies:
                 block.block_hash, block.parent, block.token_ids = None, None, ()
@@ -201,13 +242,35 @@ class BlockPool:
             block = block.next
         return order
 
+    def _add_sibling(self, block: _Block, copies: list[_Block]) -> None:
+        """Lets `copies`, which `block` is one of, be found by a part of its tokens."""
+        if self._siblings is None:
+            return
+        assert block.parent is not None
+        covered = self._siblings.add(block.parent, block.token_ids, copies)
+        if covered is not None:
+            part = covered[0]
+            part.parent, part.token_ids = None, ()
+            if part.num_refs == 0:
+                self._unlink(part)
+                self._link(part, at_head=True)
+
     def _forget(self, block: _Block) -> None:
         assert block.block_hash is not None
         copies = self._copies[block.block_hash]
         copies.remove(block)
         if not copies:
             del self._copies[block.block_hash]
+            if self._siblings is not None:
+                assert block.parent is not None
+                self._siblings.remove(block.parent, block.token_ids)
         block.block_hash, block.parent, block.token_ids = None, None, ()
+
+    def _forget_part(self, block: _Block) -> None:
+        assert self._siblings is not None
+        assert block.parent is not None
+        self._siblings.remove(block.parent, block.token_ids)
+        block.parent, block.token_ids = None, ()
 
     def _link(self, block: _Block, *, at_head: bool) -> None:
         after = self._end if at_head else self._end.prev
@@ -239,9 +302,11 @@ class BlockPool:
         order = self.eviction_order()
         assert len(order) == self.num_free == refs.count(0), "the free list lost or gained blocks"
         assert len({block_id for block_id, _ in order}) == len(order), "the free list holds a block twice"
-        hashed = [block_hash is not None for _, block_hash in order]
-        assert hashed == sorted(hashed), "a cached block would be evicted before an empty one"
-        self._check_hashes({block_hash: i for i, (_, block_hash) in enumerate(order) if block_hash})
+        cached = [bool(self._blocks[block_id].token_ids) for block_id, _ in order]
+        assert cached == sorted(cached), "a cached block would be evicted before an empty one"
+        place = {block_hash: i for i, (_, block_hash) in enumerate(order) if block_hash}
+        self._check_hashes(place)
+        self._check_parts(place, {block_id: i for i, (block_id, _) in enumerate(order)})
 
     def _check_hashes(self, place: dict[BlockHash, int]) -> None:
         assert sum(map(len, self._copies.values())) == sum(b.block_hash is not None for b in self._blocks)
@@ -256,3 +321,21 @@ class BlockPool:
             if first.parent in place:
                 assert block_hash in place, "a free parent has a held child"
                 assert place[block_hash] < place[first.parent], "a parent would be evicted before its child"
+
+    def _check_parts(self, place: dict[BlockHash, int], place_of: dict[BlockId, int]) -> None:
+        parts = [block for block in self._blocks if block.is_part]
+        if self._siblings is None:
+            assert not parts, "a part that nobody finds"
+            return
+        self._siblings.check_invariants()
+        found = {(parent, tokens): copies[0] for parent, tokens, copies in self._siblings}
+        named = [copies[0] for copies in self._copies.values()]
+        assert len(found) == len(named) + len(parts), "siblings were lost, or are left of blocks that are gone"
+        for block in named + parts:
+            assert block.parent is not None
+            assert found[block.parent, block.token_ids] is block, "another block is found by these tokens"
+        for block in parts:
+            assert block.is_first or block.parent in self._copies, "a part lost its parent"
+            if block.parent in place:
+                assert block.num_refs == 0, "a free parent has a held part"
+                assert place_of[block.block_id] < place[block.parent], "a parent would be evicted before its part"

@@ -48,6 +48,7 @@ class SchedulerStats:
     num_cached_blocks     distinct blocks that a request could hit
     prefix_cache_queries, prefix_cache_hits
                           prompt tokens looked up and found at first admissions
+    num_copied_tokens     of those found, the ones in parts of blocks, which were copied
     num_drafts, num_draft_tokens, num_accepted_tokens
                           speculations that were verified, their tokens, and those of them that became output
     """
@@ -61,6 +62,7 @@ class SchedulerStats:
     num_cached_blocks: int
     prefix_cache_queries: int
     prefix_cache_hits: int
+    num_copied_tokens: int = 0
     num_drafts: int = 0
     num_draft_tokens: int = 0
     num_accepted_tokens: int = 0

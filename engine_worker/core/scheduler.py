@@ -208,6 +208,7 @@ class Scheduler:
             num_cached_blocks=self._kv.num_cached_blocks,
             prefix_cache_queries=self._kv.prefix_cache_queries,
             prefix_cache_hits=self._kv.prefix_cache_hits,
+            num_copied_tokens=self._kv.num_copied_tokens,
             **self._drafts.as_stats(),
         )
 
@@ -272,10 +273,8 @@ class Scheduler:
                 continue
             if self._kv.num_free_blocks <= reserve:
                 break  # even the best hit leaves a block to allocate
-            hit = self._kv.lookup(request)
-            if not step.takes(request.num_tokens - len(hit) * self._kv.block_size):
-                break
-            if self._kv.num_blocks_missing(request, hit) + reserve > self._kv.num_free_blocks:
+            hit = self._kv.find(request, reserve)
+            if hit is None or not step.takes(request.num_tokens - hit.num_tokens):
                 break
             self._kv.admit(request, hit)
             end = min(request.num_tokens, request.num_computed + step.budget)
@@ -339,4 +338,5 @@ class Scheduler:
         for request in waiting:
             assert request.status is RequestStatus.WAITING
             assert (request.num_computed, request.block_ids, request.draft_ids) == (0, [], ())
+            assert request.copy_from is None
         self._kv.check_invariants(self._requests.values())

@@ -29,8 +29,9 @@ class Step:
     def add(self, request: Request, end: int) -> None:
         start = request.num_computed
         token_ids, sample = request.token_ids(start, end), end == request.num_tokens
-        num_drafts = len(request.draft_ids)
-        self.segments[request.request_id] = Segment(request, start, token_ids, request.block_ids, sample, num_drafts)
+        self.segments[request.request_id] = Segment(
+            request, start, token_ids, request.block_ids, sample, len(request.draft_ids), request.copy_from
+        )
         self.budget -= end - start
 
     def takes(self, num_missing: int) -> bool:

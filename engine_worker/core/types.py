@@ -92,6 +92,8 @@ class Request:
     leader_id         a sibling (another of the n choices) whose prompt must be computed first, so that this one finds
                       the prompt's blocks in the cache. Add the leader before its followers
     first_planned_s   the `now` of the first plan that computed some of it; None before (its time in the queue)
+    copy_from         a block whose first `num_computed % block_size` rows the request's next step copies into the last
+                      block of its table, before it computes; None for most (core/kv_manager.py)
     num_scored        prompt tokens behind the first whose logprobs were reported (with `num_prompt_logprobs` only)
     num_draft_tokens, num_accepted_tokens
                       speculated tokens that were verified, and those of them that became output
@@ -110,6 +112,7 @@ class Request:
     num_computed: int = 0
     num_cached_tokens: int | None = None
     block_ids: list[BlockId] = field(default_factory=list)
+    copy_from: BlockId | None = None
     status: RequestStatus = RequestStatus.WAITING
     num_preemptions: int = 0
     first_planned_s: float | None = None
@@ -154,6 +157,9 @@ class Segment:
     they are as long as the segment is used, and more may follow them. `sample` asks for one token from the last
     position's logits. The last `num_drafts` tokens are speculated: a token is sampled from the position before them and
     from each of theirs, as long as what was sampled is what was speculated.
+
+    With `copy_from`, the first start % block_size rows of that block must be copied into the block of position `start`
+    before the step writes anything.
     """
 
     request: Request
@@ -162,6 +168,7 @@ class Segment:
     block_ids: Sequence[BlockId]
     sample: bool
     num_drafts: int = 0
+    copy_from: BlockId | None = None
 
     @property
     def end(self) -> int:

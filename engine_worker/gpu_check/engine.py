@@ -47,7 +47,8 @@ class Engine:
     def __init__(self, runner: ModelRunner, config: EngineConfig) -> None:
         self.runner = runner
         info = runner.info
-        self.kv = KVCacheManager(info.num_blocks, info.block_size, info.cache_root)
+        partial = config.partial_hits != "off"  # also where it isn't the default: what can be asked for is checked
+        self.kv = KVCacheManager(info.num_blocks, info.block_size, info.cache_root, enable_partial_hits=partial)
         limits = SchedulerConfig(config.max_num_seqs, config.max_num_batched_tokens, info.max_model_len, frozenset())
         self.scheduler = Scheduler(limits, self.kv)
         self._num_requests = 0

@@ -16,6 +16,7 @@ them. The last layer's keys and values tell: a NaN that arises anywhere below re
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -23,6 +24,7 @@ import torch
 
 from engine_worker.model.kv_format import DENSE, KVFormat, RowFormat, Rows
 from engine_worker.model.memory import NotEnoughMemory
+from engine_worker.model.transfer import to_device
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,6 +139,26 @@ class KVTensors:
                     for tensor in rows.tensors():
                         tensor[block * self.block_size : (block + 1) * self.block_size].zero_()
             self._polluted.discard(block)
+
+    def copy_rows(self, copies: Sequence[tuple[int, int, int]]) -> None:
+        """For each (source block, target block, n): the target's first n rows become the source's, in all layers.
+
+        Rows carry their scales, so a copy is to the bit what computing them again would store. No target is a source.
+        The target was clean; rows that are not finite make it suspect. Two calls a tensor, however many copies.
+        """
+        size = self.block_size
+        if len(copies) == 1:  # views are twice as fast as an index
+            ((source, target, num_rows),) = copies
+            to: slice | torch.Tensor = slice(target * size, target * size + num_rows)
+            of: slice | torch.Tensor = slice(source * size, source * size + num_rows)
+        else:
+            to = to_device([t * size + row for _, t, n in copies for row in range(n)], self.device)
+            of = to_device([s * size + row for s, _, n in copies for row in range(n)], self.device)
+        for index in range(self.num_layers):
+            for rows in self.rows(index):
+                for tensor in rows.tensors():
+                    tensor[to] = tensor[of]
+        self._polluted.update(target for source, target, _ in copies if source in self._polluted)
 
     def wipe(self, slots: list[int]) -> None:
         """Zero what is in these slots. Blocks that were polluted by it stay suspect."""

@@ -189,6 +189,15 @@ def pack(segments: Sequence[Segment], tables: BlockTables, device: torch.device)
 
 
 def fresh_blocks(segment: Segment, block_size: int) -> list[int]:
-    """Blocks that this segment writes from their first slot on: whatever they held before is dead."""
-    first = -(-segment.start // block_size)
+    """Blocks that this segment writes from their first slot on (or copies into): what they held before is dead."""
+    first = -(-segment.start // block_size) if segment.copy_from is None else segment.start // block_size
     return [int(block) for block in segment.block_ids[first : -(-segment.end // block_size)]]
+
+
+def copies_of(segments: Sequence[Segment], block_size: int) -> list[tuple[int, int, int]]:
+    """(source block, target block, number of leading rows) of the copies that must precede the segments' step."""
+    return [
+        (int(s.copy_from), int(s.block_ids[s.start // block_size]), s.start % block_size)
+        for s in segments
+        if s.copy_from is not None
+    ]

@@ -17,7 +17,7 @@ from engine_worker.contract.state import TokenizerBundle
 from engine_worker.core.ahead import PLACEHOLDER, can_defer
 from engine_worker.core.types import Refusal, Request, SampledToken, Segment, StepPlan, StepResult
 from engine_worker.model.packed_model import PackedModel
-from engine_worker.model.packing import BlockTables, PackedBatch, fresh_blocks, pack
+from engine_worker.model.packing import BlockTables, PackedBatch, copies_of, fresh_blocks, pack
 from engine_worker.model.prompt_scores import score_prompts
 from engine_worker.model.sampler import UNSOUND, Sampler
 from engine_worker.model.sampler_deferred import DeferredSampling
@@ -111,9 +111,7 @@ class ModelRunner:
 
     def _run(self, segments: Sequence[Segment], failed: dict[str, str]) -> StepResult:
         """Compute these segments and sample. `failed` are requests that the result is to have among its own."""
-        kv = self._model.kv
-        if kv.has_polluted_blocks:
-            kv.scrub([block for segment in segments for block in fresh_blocks(segment, kv.block_size)])
+        self._prepare_blocks(segments)
         self._sampler.prepare(segments)
         batch = pack(segments, self._tables, self._model.device)
         sampling = [index for index, segment in enumerate(segments) if segment.sample]
@@ -183,9 +181,7 @@ class ModelRunner:
                 segments.append(segment)
         if not segments:
             return LaunchedStep(StepResult({}, failed), None)
-        kv = self._model.kv
-        if kv.has_polluted_blocks:
-            kv.scrub([block for segment in segments for block in fresh_blocks(segment, kv.block_size)])
+        self._prepare_blocks(segments)
         batch = pack(segments, self._tables, self._model.device)
         if last is not None:
             _put_sampled(batch, segments, last)
@@ -195,6 +191,15 @@ class ModelRunner:
             return LaunchedStep(StepResult({}, failed), None)
         self._last = DeferredSampling(self._sampler, logits, [segments[index] for index in rows])
         return LaunchedStep(StepResult({}, failed), self._last)
+
+    def _prepare_blocks(self, segments: Sequence[Segment]) -> None:
+        """Before a step writes: clean the blocks that it starts on, and bring the rows that its requests copy."""
+        kv = self._model.kv
+        if kv.has_polluted_blocks:
+            kv.scrub([block for segment in segments for block in fresh_blocks(segment, kv.block_size)])
+        copies = copies_of(segments, kv.block_size)
+        if copies:
+            kv.copy_rows(copies)
 
     def release(self, request_id: str) -> None:
         """Forget a request that is over (finished, failed or cancelled). Idempotent."""

@@ -93,6 +93,12 @@ def parser() -> argparse.ArgumentParser:
     add("--cuda-graph-sizes", type=_sizes, default=(), metavar="N,N", help="batch sizes to record (default: the usual)")
     add("--threads", type=_positive, metavar="N", help="torch threads (default: this worker's share of the cores)")
     add("--no-prefix-caching", action="store_true", help="compute every prompt from its start")
+    add(
+        "--partial-hits",
+        choices=("auto", "on", "off"),
+        default="auto",
+        help="find cached prompts to the token and copy what is shared of a block (default: with a CPU)",
+    )
     add("--kv-events-port", type=_events_port, default=0, metavar="PORT", help='0: any free port; "off": none')
     add("--no-self-test", action="store_true", help="skip the check of the model's attention at load")
     add("--seed", type=_seed, default=0, help="seed of dummy weights (default %(default)s)")
@@ -146,6 +152,7 @@ def engine_config(args: argparse.Namespace) -> EngineConfig:
         max_num_batched_tokens=args.max_num_batched_tokens,
         joint_prefill_tokens=args.joint_prefill_tokens,
         enable_prefix_caching=not args.no_prefix_caching,
+        partial_hits=args.partial_hits,
         attention_backend=args.attention_backend,
         quantization=args.quantization,
         async_scheduling=args.async_scheduling,

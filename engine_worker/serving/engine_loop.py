@@ -284,6 +284,7 @@ class EngineLoop:
             num_draft_tokens=stats.num_draft_tokens,
             num_accepted_tokens=stats.num_accepted_tokens,
             num_idle_checks=self._num_idle_checks,
+            num_copied_tokens=stats.num_copied_tokens,
             is_speculating=self._speculator is not None and self._speculator.is_on,
         )
 

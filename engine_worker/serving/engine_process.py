@@ -178,6 +178,11 @@ def _launcher(config: EngineConfig, runner: ModelRunner) -> LaunchingRunner | No
     return cast(LaunchingRunner, runner) if wanted and hasattr(runner, "launch") else None
 
 
+def hits_partially(config: EngineConfig, device: str) -> bool:
+    """On a CPU a few tokens cost more than their copy; a GPU computes them beside the rest of a step."""
+    return config.partial_hits == "on" or (config.partial_hits == "auto" and not device.startswith("cuda"))
+
+
 def _loader(path: str) -> Loader:
     module, _, name = path.partition(":")
     return cast(Loader, getattr(importlib.import_module(module), name))
@@ -189,6 +194,7 @@ def _scheduler(config: EngineConfig, info: ModelInfo) -> Scheduler:
         block_size=info.block_size,
         cache_root=info.cache_root,
         enable_prefix_caching=config.enable_prefix_caching,
+        enable_partial_hits=hits_partially(config, info.device),
     )
     limits = SchedulerConfig(
         max_num_seqs=config.max_num_seqs,

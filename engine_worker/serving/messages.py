@@ -107,6 +107,7 @@ class Update(msgspec.Struct, frozen=True, array_like=True):
 class Stats(msgspec.Struct, frozen=True, array_like=True):
     """The engine's load after a step. Preemptions and the prefix cache's and drafts' counts grow over its life.
 
+    `num_copied_tokens`: of the prefix cache's hits, those in parts of blocks.
     `is_speculating`: speculation is configured, and pays at present. `num_idle_checks` is how often the engine, without
     work, found its books in order.
     """
@@ -125,6 +126,7 @@ class Stats(msgspec.Struct, frozen=True, array_like=True):
     num_accepted_tokens: int = 0
     is_speculating: bool = False
     num_idle_checks: int = 0
+    num_copied_tokens: int = 0
 
 
 class Beat(msgspec.Struct, frozen=True, array_like=True, tag="beat"):

@@ -121,6 +121,7 @@ class Worker:
             queued_prefill_tokens=stats.queued_prefill_tokens,
             num_preemptions=stats.num_preemptions,
             num_idle_checks=stats.num_idle_checks,
+            num_copied_tokens=stats.num_copied_tokens,
             kv_events_endpoint=ready.kv_events_endpoint if ready else "",
             kv_events_replay_endpoint=ready.kv_events_replay_endpoint if ready else "",
             speculation=self._speculation(),

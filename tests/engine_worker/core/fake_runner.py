@@ -75,12 +75,14 @@ class FakeRunner:
     fail: set[str] = field(default_factory=set)
     num_steps: int = 0
     num_computed: int = 0
+    num_copied: int = 0
 
     def execute(self, plan: StepPlan) -> StepResult:
         ids = [segment.request.request_id for segment in plan.segments]
         assert len(set(ids)) == len(ids), "a request has two segments in one step"
         self.num_steps += 1
         self.num_computed += plan.num_tokens
+        self._copy(plan)
         for segment in plan.segments:  # a layer writes all new keys and values before it attends
             self._write(segment)
         sampled, failed, following = {}, {}, {}
@@ -101,6 +103,18 @@ class FakeRunner:
                 sampled[request.request_id] = SampledToken(tokens[0])
                 following[request.request_id] = tuple(map(SampledToken, tokens[1:]))
         return StepResult(sampled, failed, following=following)
+
+    def _copy(self, plan: StepPlan) -> None:
+        """The rows of all copies are read before any is written, as batched copies do."""
+        rows = {}
+        for segment in plan.segments:
+            assert segment.copy_from == segment.request.copy_from
+            if segment.copy_from is not None:
+                num_rows, target = segment.start % self.block_size, segment.block_ids[segment.start // self.block_size]
+                assert num_rows, "a copy of nothing"
+                self.num_copied += num_rows
+                rows |= {(target, row): self.cache.get((segment.copy_from, row)) for row in range(num_rows)}
+        self.cache.update(rows)  # type: ignore[arg-type]
 
     def _slot(self, segment: Segment, position: int) -> tuple[int, int]:
         return segment.block_ids[position // self.block_size], position % self.block_size
@@ -268,8 +282,9 @@ def make_driver(
     eos: frozenset[int] = frozenset(),
     enable_prefix_caching: bool = True,
     joint_prefill_tokens: int = JOINT_PREFILL_TOKENS,
+    enable_partial_hits: bool = False,
 ) -> Driver:
-    kv = KVCacheManager(num_blocks, block_size, ROOT, enable_prefix_caching)
+    kv = KVCacheManager(num_blocks, block_size, ROOT, enable_prefix_caching, enable_partial_hits=enable_partial_hits)
     config = SchedulerConfig(max_num_seqs, max_num_batched_tokens, max_model_len, eos, joint_prefill_tokens)
     return Driver(Scheduler(config, kv), FakeRunner(block_size))
 

@@ -8,6 +8,7 @@ from unittest import mock
 import pytest
 
 from engine_worker.core import block_pool
+from engine_worker.core.chains import Hit
 from engine_worker.core.events import AllBlocksCleared, BlocksRemoved, BlocksStored
 from engine_worker.core.kv_manager import KVCacheManager
 from engine_worker.core.types import BlockId, Request
@@ -22,7 +23,9 @@ def manager(num_blocks: int = 10, block_size: int = 4, **options: bool) -> KVCac
 
 def admit(kv: KVCacheManager, request: Request) -> int:
     """Admits with whatever is cached; returns the cached tokens."""
-    kv.admit(request, kv.lookup(request))
+    hit = kv.find(request, 0)
+    assert hit is not None
+    kv.admit(request, hit)
     return request.num_computed
 
 
@@ -126,7 +129,8 @@ def test_hits_are_counted_in_tokens() -> None:
 def test_a_failed_allocation_changes_nothing() -> None:
     kv = manager(num_blocks=2)
     request = make_request("a", TEN)
-    admit(kv, request)
+    assert kv.find(request, 0) is None, "it needs three blocks"
+    kv.admit(request, Hit([], 0))
     assert not kv.allocate(request, 9)
     assert (kv.num_free_blocks, request.block_ids) == (2, [])
     assert kv.num_tokens_allocatable(request) == 8

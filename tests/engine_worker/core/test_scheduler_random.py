@@ -34,6 +34,7 @@ class CoreMachine(RuleBasedStateMachine):
         enable_prefix_caching=st.sampled_from([True, True, True, False]),
         guesses=st.none() | st.integers(0, 1000).map(random.Random),
         joint_prefill_tokens=st.sampled_from([0, 4, 512]),
+        enable_partial_hits=st.booleans(),
     )
     def start(self, guesses: random.Random | None, **limits: int) -> None:
         self.driver = make_driver(**limits, eos=frozenset({0}))  # type: ignore[arg-type]
@@ -141,10 +142,22 @@ TestCoreAtRandom = CoreMachine.TestCase
 TestCoreWithCollidingHashes = WeakHashMachine.TestCase
 
 
-def crowd(seed: int, num_blocks: int, block_size: int, max_num_batched_tokens: int, guess: bool = False) -> Driver:
+def crowd(
+    seed: int,
+    num_blocks: int,
+    block_size: int,
+    max_num_batched_tokens: int,
+    guess: bool = False,
+    enable_partial_hits: bool = False,
+) -> Driver:
     """Conversations that share prefixes, grow long, and don't fit together; some are cancelled in a step."""
     rng = random.Random(seed)
-    driver = make_driver(num_blocks, block_size, max_num_batched_tokens=max_num_batched_tokens)
+    driver = make_driver(
+        num_blocks,
+        block_size,
+        max_num_batched_tokens=max_num_batched_tokens,
+        enable_partial_hits=enable_partial_hits,
+    )
     driver.guesses = random.Random(seed) if guess else None
     capacity = num_blocks * block_size
     for i in range(30):
@@ -177,3 +190,12 @@ def test_crowds_get_their_solo_tokens_with_speculation_too(block_size: int, max_
     ]
     assert all(s.num_preemptions >= 5 for s in stats)
     assert all(0 < s.num_accepted_tokens < s.num_draft_tokens for s in stats)
+
+
+@pytest.mark.parametrize("guess", [False, True])
+@pytest.mark.parametrize("max_num_batched_tokens", [3, 16, 1000])
+def test_crowds_get_their_solo_tokens_with_parts_of_blocks_copied(max_num_batched_tokens: int, guess: bool) -> None:
+    for seed in (0, 1):
+        driver = crowd(seed, 8, 4, max_num_batched_tokens, guess, enable_partial_hits=True)
+        assert driver.scheduler.stats().num_preemptions >= 3
+        assert driver.runner.num_copied > 0

@@ -98,6 +98,7 @@ class TinyEngine:
         check: bool = True,
         guess: Callable[[Request, int], Sequence[int]] | None = None,
         kv_cache_dtype: str = "auto",
+        enable_partial_hits: bool = True,
     ) -> None:
         self.drafter: ModelDrafter | None = None
         self.guess = guess  # speculates before each step: (request, most tokens) -> guesses
@@ -127,7 +128,7 @@ class TinyEngine:
         self.model = PackedModel(module, backend or CPUBackend(), kv)
         self.sampler = RecordingSampler(vocab_size, device)
         self.runner = ModelRunner(self.model, self.sampler, info, bundle, max_num_seqs)
-        self.kv = KVCacheManager(num_blocks, block_size, info.cache_root)
+        self.kv = KVCacheManager(num_blocks, block_size, info.cache_root, enable_partial_hits=enable_partial_hits)
         config = SchedulerConfig(
             max_num_seqs=max_num_seqs,
             max_num_batched_tokens=budget,

@@ -117,6 +117,6 @@ def test_answers_equal_transformers(
                 assert answer.finish_reason is FinishReason.LENGTH
                 assert len(answer.token_ids) == MAX_TOKENS
         if warm and num_blocks == PLENTY:
-            assert answers[0].num_cached_tokens == (len(prompts[0]) - 1) // BLOCK_SIZE * BLOCK_SIZE
+            assert answers[0].num_cached_tokens == len(prompts[0]) - 1
         assert engine.kv.num_free_blocks == num_blocks
     assert (engine.scheduler.stats().num_preemptions > 0) == (num_blocks < PLENTY)

@@ -96,6 +96,9 @@ class FakeRunner:
         sampled: dict[str, SampledToken] = {}
         failed: dict[str, str] = {}
         for segment in plan.segments:
+            if segment.copy_from is not None:
+                self._copy(segment, segment.copy_from)
+        for segment in plan.segments:
             self._act(segment)
             self._write(segment)
             if self._has(segment, "sick"):
@@ -123,6 +126,12 @@ class FakeRunner:
     def _slot(self, segment: Segment, position: int) -> int:
         block_size = self.info.block_size
         return segment.block_ids[position // block_size] * block_size + position % block_size
+
+    def _copy(self, segment: Segment, source: int) -> None:
+        size = self.info.block_size
+        begin = segment.start // size * size
+        for position in range(begin, segment.start):
+            self._slots[self._slot(segment, position)] = self._slots[source * size + position - begin]
 
     def _write(self, segment: Segment) -> None:
         for i, token_id in enumerate(segment.token_ids):

@@ -6,12 +6,14 @@ import pytest
 
 from engine_worker.serving import cli
 from engine_worker.serving.cli import engine_config, kv_events_endpoint, parser, served_models, size_bytes
+from engine_worker.serving.engine_process import hits_partially
 
 
 def test_the_defaults_are_the_engines() -> None:
     config = engine_config(parser().parse_args(["--model", "demo"]))
     assert (config.model, config.dtype, config.block_size, config.max_num_seqs) == ("demo", "auto", 16, 64)
     assert config.enable_prefix_caching
+    assert config.partial_hits == "auto"
     assert config.self_test
     assert not config.trust_remote_code
     assert config.kv_events_endpoint == "tcp://127.0.0.1:0"
@@ -19,10 +21,21 @@ def test_the_defaults_are_the_engines() -> None:
 
 def test_switches() -> None:
     args = ["--model", "m", "--no-prefix-caching", "--no-self-test", "--kv-events-port", "off", "--threads", "3"]
+    args += ["--partial-hits", "off"]
     config = engine_config(parser().parse_args(args))
     assert not config.enable_prefix_caching
+    assert config.partial_hits == "off"
     assert not config.self_test
     assert (config.kv_events_endpoint, config.num_threads) == ("", 3)
+
+
+@pytest.mark.parametrize(
+    ("setting", "device", "expected"),
+    [("auto", "cpu", True), ("auto", "cuda:0", False), ("on", "cuda:0", True), ("off", "cpu", False)],
+)
+def test_parts_of_blocks_are_copied_where_that_pays(setting: str, device: str, expected: bool) -> None:
+    config = engine_config(parser().parse_args(["--model", "m", "--partial-hits", setting]))
+    assert hits_partially(config, device) is expected
 
 
 @pytest.mark.parametrize(

@@ -52,8 +52,9 @@ def test_the_second_time_comes_from_the_cache(worker: RunningWorker) -> None:
     text = "a text of its own for this test, long enough for a few blocks"
     cold, warm = worker.chat(text), worker.chat(text)
     num_prompt = cold.json()["usage"]["prompt_tokens"]
-    assert cold.headers["x-warmgate-cached-tokens"] == "0"
-    assert int(warm.headers["x-warmgate-cached-tokens"]) == (num_prompt - 1) // 16 * 16
+    assert int(cold.headers["x-warmgate-cached-tokens"]) < 16, "what all chats begin with, and no whole block"
+    assert int(warm.headers["x-warmgate-cached-tokens"]) == num_prompt - 1
+    assert worker.state().num_copied_tokens >= (num_prompt - 1) % 16
     assert warm.json()["choices"] == cold.json()["choices"]
 
 
