@@ -8,14 +8,18 @@ occur behind different prefixes.
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
+import itertools
 import json
+import math
+import zlib
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 FORMATS_HELP = """A trace is JSON Lines, gzipped or not. The first line tells the format:
 
@@ -101,6 +105,10 @@ def read_trace(path: Path, limit: int | None = None, max_model_len: int | None =
         with _open(path) as file:
             trace = parse_trace(file, path.name, limit)
         return trace if max_model_len is None else trace.fitting(max_model_len)
+    except (EOFError, zlib.error) as error:
+        raise BadTrace(f"{path}: the compressed file is damaged or cut off: {error}") from None
+    except UnicodeDecodeError:
+        raise BadTrace(f"{path}: neither text in UTF-8 nor gzip") from None
     except OSError as error:
         raise BadTrace(f"{path}: {error.strerror or error}") from None
 
@@ -111,16 +119,15 @@ def parse_trace(lines: Iterable[str], name: str, limit: int | None = None) -> Tr
     first = next(rows, None)
     if first is None:
         raise BadTrace(f"{name}: no requests in it")
-    kind = detect(first)
+    kind = detect(first.row)
     if kind is None:
-        raise BadTrace(f"{name}: line 1 has the keys {', '.join(sorted(first)) or 'none'}, which fits no known format")
+        keys = ", ".join(sorted(first.row)) or "none"
+        raise BadTrace(f"{name}: line {first.number} has the keys {keys}, which fits no known format")
     parse = {"mooncake": _mooncake, "claude_code": _claude_code, "own": _own}[kind]
-    try:
-        return parse(_chained(first, rows), name, limit)
-    except (KeyError, TypeError, ValueError) as error:
-        if isinstance(error, BadTrace):
-            raise
-        raise BadTrace(f"{name}: not as format {kind} has it: {type(error).__name__} {error}") from None
+    trace = parse(itertools.chain((first,), rows), name, limit)
+    if not trace.sessions:
+        raise BadTrace(f"{name}: no requests in it")
+    return trace
 
 
 def detect(first: dict[str, Any]) -> str | None:
@@ -140,7 +147,12 @@ def _open(path: Path) -> io.TextIOBase:
     return gzip.open(path, "rt", encoding="utf-8") if zipped else path.open(encoding="utf-8")
 
 
-def _rows(lines: Iterable[str], name: str) -> Iterator[dict[str, Any]]:
+class _Line(NamedTuple):
+    number: int
+    row: dict[str, Any]
+
+
+def _rows(lines: Iterable[str], name: str) -> Iterator[_Line]:
     for number, line in enumerate(lines, 1):
         if line.strip():
             try:
@@ -149,86 +161,124 @@ def _rows(lines: Iterable[str], name: str) -> Iterator[dict[str, Any]]:
                 raise BadTrace(f"{name}: line {number} is no JSON: {error}") from None
             if not isinstance(row, dict):
                 raise BadTrace(f"{name}: line {number} is no JSON object")
-            yield row
+            yield _Line(number, row)
 
 
-def _chained(first: dict[str, Any], rest: Iterator[dict[str, Any]]) -> Iterator[dict[str, Any]]:
-    yield first
-    yield from rest
+@contextlib.contextmanager
+def _reading(kind: str, name: str, line: _Line) -> Iterator[None]:
+    """What is wrong with the line becomes one sentence that says where it is."""
+    try:
+        yield
+    except (KeyError, TypeError, ValueError, OverflowError) as error:
+        if isinstance(error, KeyError):
+            problem = f"{error.args[0]!r} is missing"
+        else:
+            problem = str(error)
+        raise BadTrace(f"{name}: line {line.number} is not as format {kind} has it: {problem}") from None
 
 
-def _limited(rows: Iterator[dict[str, Any]], limit: int | None) -> Iterator[dict[str, Any]]:
-    for count, row in enumerate(rows):
-        if limit is not None and count >= limit:
-            return
-        yield row
+def _number(row: dict[str, Any], key: str, default: float | None = None) -> float:
+    value = row[key] if default is None else row.get(key)
+    if value is None and default is not None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not math.isfinite(value):
+        raise ValueError(f"{key!r} is {value!r}, and has to be a number")
+    return float(value)
 
 
-def _lengths(prompt: int, output: int) -> tuple[int, int]:
+def _list(row: dict[str, Any], key: str) -> list[Any]:
+    value = row[key]
+    if not isinstance(value, list):
+        raise ValueError(f"{key!r} has to be a list")
+    return value
+
+
+def _id(value: Any) -> int:
+    """Of a block or a token."""
+    if isinstance(value, bool) or not isinstance(value, int):
+        raise ValueError(f"{value!r} is no id: ids are whole numbers")
+    return value
+
+
+def _lengths(prompt: float, output: float) -> tuple[int, int]:
     if prompt < 1:
-        raise ValueError(f"a prompt of {prompt} tokens")
+        raise ValueError(f"a prompt of {prompt:.0f} tokens")
     return int(prompt), max(int(output), 1)
 
 
-def _mooncake(rows: Iterator[dict[str, Any]], name: str, limit: int | None) -> Trace:
-    entries = list(_limited(rows, limit))
-    stamps = sorted({entry["timestamp"] / 1000 for entry in entries})
+def _mooncake(rows: Iterator[_Line], name: str, limit: int | None) -> Trace:
+    read = []
+    for line in itertools.islice(rows, limit):
+        with _reading("mooncake", name, line):
+            prompt, output = _lengths(_number(line.row, "input_length"), _number(line.row, "output_length"))
+            ids = tuple([_id(block) for block in _list(line.row, "hash_ids")[: prompt // BLOCK_TOKENS]])
+            read.append((_number(line.row, "timestamp") / 1000, prompt, output, ids))
+    stamps = sorted({at for at, *_ in read})
     ticks = {a: b - a for a, b in pairwise(stamps)}
     usual = min(ticks.values(), default=0.0)
     requests = []
-    for number, entry in enumerate(entries):
-        prompt, output = _lengths(entry["input_length"], entry["output_length"])
-        ids = tuple(entry["hash_ids"][: prompt // BLOCK_TOKENS])
-        at = entry["timestamp"] / 1000
+    for number, (at, prompt, output, ids) in enumerate(read):
         tick = min(ticks.get(at, usual), 2 * usual)  # after a gap in the trace a tick is not longer for it
         requests.append((TraceRequest(str(number), at, 0.0, prompt, output, ids, tick),))
     return Trace(name, "mooncake", BLOCK_TOKENS, tuple(requests), timed=True)
 
 
-def _claude_code(rows: Iterator[dict[str, Any]], name: str, limit: int | None) -> Trace:
-    sessions, count = [], 0
-    for row in rows:
-        requests = []
-        for entry in row["requests"]:
-            prompt, output = _lengths(entry["in"], entry["out"])
-            ids: list[int] = []
-            for first, last in entry["ids"]:
-                ids.extend(range(first, last + 1))
-            request = TraceRequest(
-                row["session"],
-                float(entry["t"] or 0.0),
-                float(entry["think"] or 0.0),
-                prompt,
-                output,
-                tuple(ids[: prompt // BLOCK_TOKENS]),
-            )
-            requests.append(request)
-            count += 1
-            if count == limit:
-                break
+def _claude_code(rows: Iterator[_Line], name: str, limit: int | None) -> Trace:
+    sessions, left = [], limit
+    for line in rows:
+        with _reading("claude_code", name, line):
+            requests = [_turn(line.row, entry) for entry in _list(line.row, "requests")[:left]]
         if requests:
             sessions.append(tuple(requests))
-        if count == limit:
-            break
+        if left is not None:
+            left -= len(requests)
+            if not left:
+                break
     return Trace(name, "claude_code", BLOCK_TOKENS, tuple(sessions), timed=False)
 
 
-def _own(rows: Iterator[dict[str, Any]], name: str, limit: int | None) -> Trace:
-    entries = list(_limited(rows, limit))
-    block_tokens = int(entries[0].get("block_tokens", OWN_BLOCK_TOKENS))
+def _turn(session: dict[str, Any], entry: Any) -> TraceRequest:
+    if not isinstance(entry, dict):
+        raise ValueError("'requests' has to be a list of objects")
+    prompt, output = _lengths(_number(entry, "in"), _number(entry, "out"))
+    ids: list[int] = []
+    for span in _list(entry, "ids"):
+        if not isinstance(span, list) or len(span) != 2 or _id(span[0]) > _id(span[1]):
+            raise ValueError(f"'ids' has {span!r}, which is no range [first, last]")
+        ids.extend(range(span[0], min(span[1] + 1, span[0] + prompt // BLOCK_TOKENS - len(ids))))
+    think_s = max(_number(entry, "think", 0.0), 0.0)  # recorded clocks may disagree
+    at_s = _number(entry, "t", 0.0)
+    return TraceRequest(str(session["session"]), at_s, think_s, prompt, output, tuple(ids[: prompt // BLOCK_TOKENS]))
+
+
+def _own(rows: Iterator[_Line], name: str, limit: int | None) -> Trace:
+    block_tokens = 0
     known: dict[tuple[int, ...], int] = {}
+    read = []
+    for line in itertools.islice(rows, limit):
+        with _reading("own", name, line):
+            if not block_tokens:
+                block_tokens = int(_number(line.row, "block_tokens", OWN_BLOCK_TOKENS))
+                if block_tokens < 1:
+                    raise ValueError(f"'block_tokens' is {block_tokens}, and has to be 1 or more")
+            read.append((_number(line.row, "timestamp"), line.number, _own_request(line, block_tokens, known)))
     sessions: dict[str, list[TraceRequest]] = {}
-    for number, entry in enumerate(sorted(entries, key=lambda entry: float(entry["timestamp"]))):
-        if "prompt_ids" in entry:
-            tokens = [int(token) for token in entry["prompt_ids"]]
-            prompt, output = _lengths(len(tokens), entry["num_output_tokens"])
-            full = range(0, prompt - prompt % block_tokens, block_tokens)
-            ids = tuple(known.setdefault(tuple(tokens[i : i + block_tokens]), len(known)) for i in full)
-        else:
-            prompt, output = _lengths(entry["num_prompt_tokens"], entry["num_output_tokens"])
-            ids = tuple(int(block) for block in entry["block_ids"][: prompt // block_tokens])
-        session = str(entry.get("session", f"#{number}"))
-        think_s = float(entry.get("think_s", 0.0))
-        request = TraceRequest(session, float(entry["timestamp"]), think_s, prompt, output, ids)
-        sessions.setdefault(session, []).append(request)
+    for _, _, request in sorted(read, key=lambda entry: entry[:2]):
+        sessions.setdefault(request.session, []).append(request)
     return Trace(name, "own", block_tokens, tuple(tuple(requests) for requests in sessions.values()), timed=True)
+
+
+def _own_request(line: _Line, block_tokens: int, known: dict[tuple[int, ...], int]) -> TraceRequest:
+    """`known`: the ids given so far to blocks that are written out."""
+    row, num_output = line.row, _number(line.row, "num_output_tokens")
+    if "prompt_ids" in row:
+        tokens = [_id(token) for token in _list(row, "prompt_ids")]
+        prompt, output = _lengths(len(tokens), num_output)
+        full = range(0, prompt - prompt % block_tokens, block_tokens)
+        ids = tuple([known.setdefault(tuple(tokens[i : i + block_tokens]), len(known)) for i in full])
+    else:
+        prompt, output = _lengths(_number(row, "num_prompt_tokens"), num_output)
+        ids = tuple([_id(block) for block in _list(row, "block_ids")[: prompt // block_tokens]])
+    session = str(row.get("session", f"#{line.number}"))
+    think_s = max(_number(row, "think_s", 0.0), 0.0)
+    return TraceRequest(session, _number(row, "timestamp"), think_s, prompt, output, ids)

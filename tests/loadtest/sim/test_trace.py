@@ -91,12 +91,44 @@ def test_a_limit_counts_requests(tmp_path: Path, limit: int) -> None:
         ("[1]", "no JSON object"),
         ('{"prompt": "hi"}', "fits no known format"),
         ('{"timestamp": 0, "input_length": 0, "output_length": 1, "hash_ids": []}', "a prompt of 0 tokens"),
-        ('{"session": "a", "requests": [{"in": 5}]}', "not as format claude_code has it: KeyError 'out'"),
+        ('{"timestamp": 0, "input_length": 9, "output_length": 1, "hash_ids": 3}', "'hash_ids' has to be a list"),
+        ('{"timestamp": "0", "input_length": 9, "output_length": 1, "hash_ids": []}', "'timestamp' is '0'"),
+        ('{"session": "a", "requests": [{"in": 5}]}', "line 1 is not as format claude_code has it: 'out' is missing"),
+        ('{"session": "a", "requests": []}', "no requests"),
+        ('{"session": "a", "requests": [3]}', "a list of objects"),
+        ('{"session": "a", "requests": [{"in": 9, "out": 1, "ids": [[5, 1]]}]}', "no range"),
+        ('{"timestamp": NaN, "prompt_ids": [1], "num_output_tokens": 1}', "'timestamp' is nan"),
+        ('{"timestamp": 1e400, "prompt_ids": [1], "num_output_tokens": 1}', "'timestamp' is inf"),
+        ('{"timestamp": 0, "prompt_ids": "hello", "num_output_tokens": 1}', "'prompt_ids' has to be a list"),
+        ('{"timestamp": 0, "prompt_ids": ["hello"], "num_output_tokens": 1}', "'hello' is no id"),
+        ('{"timestamp": 0, "prompt_ids": [1], "num_output_tokens": 1, "block_tokens": 0}', "has to be 1 or more"),
     ],
 )
 def test_bad_traces(text: str, complaint: str) -> None:
     with pytest.raises(BadTrace, match=complaint):
         parse_trace(text.splitlines(), "t")
+
+
+def test_a_bad_line_is_named() -> None:
+    rows = [*mooncake_rows(3), {"timestamp": 0, "input_length": 5}]
+    with pytest.raises(BadTrace, match="line 4 is not as format mooncake has it: 'output_length' is missing"):
+        parse_trace(lines(*rows), "t")
+
+
+def test_thinks_below_0_are_none() -> None:
+    """Recorded clocks may disagree."""
+    turn = {"t": 0.0, "think": -2.0, "in": 9, "out": 1, "ids": []}
+    assert parse_trace(lines({"session": "a", "requests": [turn]}), "t").sessions[0][0].think_s == 0.0
+
+
+def test_damaged_files(tmp_path: Path) -> None:
+    path = tmp_path / "t.jsonl"
+    whole = gzip.compress(write(path, mooncake_rows(200)).read_bytes())
+    damaged = whole[:100] + b"\xff" * 40 + whole[140:]
+    for content, complaint in ((whole[:-50], "cut off"), (damaged, "damaged"), (b"\xb2\xff{}", "neither text")):
+        path.write_bytes(content)
+        with pytest.raises(BadTrace, match=complaint):
+            read_trace(path)
 
 
 def test_no_such_file(tmp_path: Path) -> None:
