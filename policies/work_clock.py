@@ -7,10 +7,11 @@ prediction is expected to take half as long again as it overran, so that a stall
 instead of free.
 
 The order. Most engines serve first come, first served: a newcomer waits for the whole line. A bundled worker is told
-how many seconds of prefill each request needs and serves by `arrival + seconds / AGING`
+how many seconds of prefill each request needs and serves by `arrival + seconds left / AGING`
 (engine_worker/core/waiting_queue.py), so one that needs little waits for those before its place alone, and for the
 engine's step under way, which nothing interrupts: up to `step_tokens` of the head's prompt, and the later ones of a
-long prompt take the longest. What is overtaken goes on afterwards with what is left of it.
+long prompt take the longest. Each step moves the head up, so it is overtaken only by what needs less than is left of
+it. What is overtaken goes on afterwards with that.
 
 When somebody leaves the line from behind the head, it was served first after all: the time since the head began was
 its, up to its own seconds, and not the head's.
@@ -55,10 +56,12 @@ class WorkClock:
             head, since = self.line[0], max(self.since, busy_until)
             step_s = self._step_left_s(max(head.left_s - max(at - since, 0.0), 0.0), at, since)
             done_s = min(max(at + step_s - since, 0.0), head.left_s)
-            head.left_s -= done_s
-            self._left_s -= done_s
-            self.since = at + step_s
-            head.interrupted = True
+            head.place = place_of(head.dispatched_at, head.left_s - done_s, self.step_tokens)
+            if lease.place < head.place:
+                head.left_s -= done_s
+                self._left_s -= done_s
+                self.since = at + step_s
+                head.interrupted = True
         insort(self.line, lease, key=_place)
         self._left_s += lease.left_s
 
@@ -96,12 +99,15 @@ class WorkClock:
         for lease in line:
             if lease.place > place:
                 overtaken += lease.left_s
-        if line[0].place > place:
+        head = line[0]
+        if head.place > place:
             since = max(self.since, busy_until)
-            left_s = max(line[0].left_s - max(now - since, 0.0), 0.0)
-            overtaken -= line[0].left_s - left_s
+            left_s = max(head.left_s - max(now - since, 0.0), 0.0)
             if now >= since:
-                overtaken -= self._step_left_s(left_s, now, since)
+                left_s -= self._step_left_s(left_s, now, since)
+            overtaken -= head.left_s
+            if place_of(head.dispatched_at, left_s, self.step_tokens) > place:
+                overtaken += left_s
         return max(overtaken, 0.0)
 
     def _step_left_s(self, left_s: float, now: float, since: float) -> float:

@@ -177,6 +177,7 @@ class Scheduler:
                 updates += self._sampled(segment, result, scores)
                 continue
             self._kv.commit(request, segment.end)
+            self._place(request)
             if scores:
                 updates.append(self._update(request, None, None, None, False, scores))
         return updates
@@ -221,6 +222,12 @@ class Scheduler:
             num_cached = len(self._kv.lookup(request)) * self._kv.block_size
         self._waiting.add(request, self._keys[request.request_id], request.num_tokens - num_cached)
 
+    def _place(self, request: Request) -> None:  # some of its prompt was computed, or has to be once more
+        self._keys[request.request_id] = key_of(request, self._keys[request.request_id][-1])
+        if request.status is RequestStatus.RUNNING and request.work_s:
+            self._running.remove(request)
+            insort(self._running, request, key=lambda r: self._keys[r.request_id])
+
     def _is_held_back(self, request: Request) -> bool:
         """Whether its leader is on the way to computing the prompt that both share."""
         leader = self._leaders.get(request.request_id)
@@ -254,6 +261,7 @@ class Scheduler:
         victim.status = RequestStatus.WAITING
         victim.draft_ids = ()
         victim.num_preemptions += 1
+        self._place(victim)
         self._num_preemptions += 1
         self._enqueue(victim)
         return True

@@ -1,13 +1,15 @@
 """Requests that wait for admission, within a priority (a lower number goes first) in the order of
 
-    arrival_s + work_s / AGING
+    arrival_s + work_s * (share of its uncached prompt that is left) / AGING
 
 Where nothing is known of their work that is first come, first served. A gateway that knows how much of a prompt is
 cached tells the prefill seconds that it expects, and then the shortest goes first, which keeps the mean wait shortest
 (Smith, 1956). It ages: a second of work is worth 20 of waiting, so nobody waits for ever behind those who come later.
 A made-up number gains nothing: without work a request has its place by arrival, and never a better one.
 
-A preempted request comes back under its old key, so it waits at its old place.
+A long prompt moves up with each chunk of it that is computed (the scheduler asks for its key anew): one that is nearly
+through isn't interrupted for another that takes nearly as long as it did, which would help neither's mean (Schrage,
+1968). A preempted request has to be computed again and comes back under its first key, so it waits at its old place.
 """
 
 from __future__ import annotations
@@ -24,8 +26,12 @@ Key = tuple[int, float, int]  # (priority, place in time, order of arrival here)
 
 
 def key_of(request: Request, number: int) -> Key:
-    """Its place in the order. `number`: of requests that came before it."""
-    return request.priority, request.arrival_s + request.work_s / AGING, number
+    """Its place in the order, as far as it is computed. `number`: of requests that came before it."""
+    work_s = request.work_s
+    if work_s and request.num_cached_tokens is not None:
+        num_uncached = max(len(request.prompt_ids) - request.num_cached_tokens, 1)
+        work_s *= min((request.num_known_tokens - request.num_computed) / num_uncached, 1.0)
+    return request.priority, request.arrival_s + work_s / AGING, number
 
 
 @dataclass(frozen=True, slots=True)

@@ -91,6 +91,16 @@ def test_what_was_overtaken_goes_on_with_what_is_left_of_it() -> None:
     assert clock.line == []
 
 
+def test_what_is_nearly_done_is_not_overtaken_by_what_is_shorter_as_a_whole() -> None:
+    long, short = lease("long", 0.0, 1000), lease("short", 0.83, 500)  # 0.1 s are left after the step under way
+    assert clock_with(long).overtaken_s(0.5, 0.83, -inf) == 0.0
+    assert clock_with(long).overtaken_s(0.05, 0.83, -inf) == pytest.approx(0.1)
+    clock = clock_with(long, short)
+    assert [each.request_id for each in clock.line] == ["long", "short"]
+    assert not long.interrupted
+    assert left_s(clock, 0.83) == pytest.approx(1.5 - 0.83)
+
+
 # 3 s were its own and half a second the head's; or the head was computed all the time, and has overrun by 1.5 s
 @pytest.mark.parametrize(("served", "expected"), [(True, 2.0 - 0.5), (False, 0.75)])
 def test_time_goes_to_who_was_served_in_it(served: bool, expected: float) -> None:
@@ -134,10 +144,13 @@ def test_a_replica_that_does_as_predicted_is_predicted(seed: int) -> None:
             under_way = None
             begin(step_ends)
 
+    def place(name: str, num_left: int) -> float:
+        return leases[name].dispatched_at + num_left * RATES.linear_s / AGING
+
     def begin(at: float) -> None:
         nonlocal under_way, step_ends
         if left:
-            name = min(left, key=lambda each: leases[each].place)
+            name = min(left, key=lambda each: place(each, left[each]))
             size = min(left[name], STEP)
             under_way, step_ends = (name, size), at + size * RATES.linear_s
 
@@ -150,10 +163,9 @@ def test_a_replica_that_does_as_predicted_is_predicted(seed: int) -> None:
         if under_way is not None:
             ahead += rest - under_way[1] * RATES.linear_s
             assert left_s(clock, now) == pytest.approx(ahead, abs=1e-6)
-            place = now + new.prefill_s / AGING
-            behind = sum(n for each, n in left.items() if leases[each].place > place) * RATES.linear_s
-            if leases[under_way[0]].place > place:
-                behind -= under_way[1] * RATES.linear_s
+            own_place = now + new.prefill_s / AGING
+            after = {each: n - under_way[1] * (each == under_way[0]) for each, n in left.items()}
+            behind = sum(n for each, n in after.items() if place(each, n) > own_place) * RATES.linear_s
             assert clock.overtaken_s(new.prefill_s, now, -inf) == pytest.approx(behind, abs=1e-6)
         leases[new.request_id], left[new.request_id] = new, new.num_uncached_tokens
         clock.add(new, -inf)

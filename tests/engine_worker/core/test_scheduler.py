@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from engine_worker.core.types import FinishReason, StepPlan
+from engine_worker.core.waiting_queue import key_of
 from tests.engine_worker.core.fake_runner import Driver, make_driver, make_request, shape
 
 # -- what a step computes
@@ -80,6 +81,26 @@ def test_a_short_prompt_does_not_wait_for_the_rest_of_a_long_one() -> None:
     assert shape(driver.step()) == [("long", 8, 16, False)]
     driver.run()
     driver.check_ended()
+
+
+@pytest.mark.parametrize(("work_s", "goes_first"), [(0.9, "shorter"), (1.1, "first")])
+def test_a_prompt_under_way_is_interrupted_for_less_than_is_left_of_it_alone(work_s: float, goes_first: str) -> None:
+    driver = make_driver(max_num_batched_tokens=8)
+    driver.add(make_request("first", range(18), work_s=1.8))
+    driver.step()  # 10 of 18 are left
+    driver.add(make_request("shorter", range(50, 59), work_s=work_s))
+    assert shape(driver.step())[0][0] == goes_first
+    driver.run()
+    driver.check_ended()
+
+
+def test_a_preempted_prompt_has_its_first_place() -> None:
+    request = make_request("a", range(20), arrival_s=3.0, work_s=0.5)
+    assert key_of(request, 7) == (0, 13.0, 7)
+    request.num_cached_tokens, request.num_computed = 4, 12
+    assert key_of(request, 7) == (0, 8.0, 7)
+    request.output_ids, request.num_computed = [1, 2, 3], 0
+    assert key_of(request, 7) == (0, 13.0, 7)
 
 
 @pytest.mark.parametrize("waits", [True, False])
