@@ -48,7 +48,7 @@ from policies.prefix_index import PrefixIndex
 from policies.rate_book import RateBook
 from policies.replica import Replica, ReplicaStats
 from policies.retouch import Retouches
-from policies.types import FleetSnapshot, KeySpace, ReplicaId, ReplicaStatus, RouteRequest
+from policies.types import BlockKey, FleetSnapshot, KeySpace, ReplicaId, ReplicaStatus, RouteRequest
 from policies.usual import Usual
 
 __all__ = ["FleetConfig", "FleetState"]
@@ -110,20 +110,27 @@ class FleetState:
         held = nothing = self._index.nothing()
         matched: dict[KeySpace, list[int]] = {}
         space, num_tokens, block_tokens, most = NO_SPACE, request.num_tokens, 0, 0
+        longest, chain = 0, None
+        last: BlockKey | None = None  # of the longest match
         for replica in replicas:
             if replica.key_space is not space:  # of nearly all fleets only the first one's
                 space = replica.key_space
                 num_tokens, block_tokens, most, held = request.num_tokens, 0, 0, nothing
-                if (chain := request.chains.get(space)) is not None:
+                chain = request.chains.get(space)
+                if chain is not None:
                     num_tokens, block_tokens = chain.num_tokens, chain.block_tokens
                     # The last token is always computed, and so is a last block that this fills.
                     most = max(num_tokens - 1, 0) // block_tokens
                     if (known := matched.get(space)) is None:
                         known = matched[space] = self._index.match_slots(chain.keys)
                     held = known
-            matched_tokens = min(held[replica.slot], most) * block_tokens
+            num_blocks = min(held[replica.slot], most)
+            matched_tokens = num_blocks * block_tokens
+            if matched_tokens > longest and chain is not None:
+                longest, last = matched_tokens, chain.keys[num_blocks - 1]
             views.append(replica.view(num_tokens, matched_tokens, now))
-        return FleetSnapshot(now, self._sequence, tuple(views), self._usual.num_output_tokens, self._usual.queue)
+        num_alike, usual = 0 if last is None else self._index.num_pins(last), self._usual
+        return FleetSnapshot(now, self._sequence, tuple(views), usual.num_output_tokens, usual.queue, num_alike)
 
     def _routable(self, model: str) -> tuple[Replica, ...]:
         """The READY replicas that serve `model`."""
@@ -274,12 +281,8 @@ class FleetState:
 
     def _realised(self, lease: Lease, cached_tokens: int | None) -> None:
         if cached_tokens is not None:
-            block_tokens = max(lease.chain.block_tokens, 1)
-            # an engine computes at least the last token, so the last block of an even prompt is never reused
-            reusable = (lease.chain.num_tokens - 1) // block_tokens
-            expected = min(lease.num_sure_blocks, reusable)
-            self._index.realised(lease.replica_id, expected, ceil(cached_tokens / block_tokens))
-            lease.num_sure_blocks = 0  # judged once
+            num_cached = ceil(cached_tokens / max(lease.chain.block_tokens, 1))
+            self._index.realised(lease.replica_id, lease.take_sure_blocks(), num_cached)
 
     def _finished(self, event: Finished) -> None:
         lease = self._live_lease(event.request_id, event.replica_id)

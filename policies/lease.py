@@ -74,3 +74,9 @@ class Lease:
         self.rates = rates
         self.place = dispatched_at
         self.left_s = prefill_s
+
+    def take_sure_blocks(self) -> int:
+        """The sure ones that can be reused: an engine computes at least the last token, so never the last block of an
+        even prompt. They are judged once."""
+        num_sure, self.num_sure_blocks = self.num_sure_blocks, 0
+        return min(num_sure, (self.chain.num_tokens - 1) // max(self.chain.block_tokens, 1))

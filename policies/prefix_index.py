@@ -110,6 +110,15 @@ class PrefixIndex:
         matched = self.match_slots(keys)
         return {replica_id: matched[slot] for slot, replica_id in self._replica_of.items() if matched[slot]}
 
+    def num_pins(self, key: BlockKey) -> int:
+        """Requests under way, anywhere, whose prompts begin with all the blocks up to `key`."""
+        run = self._table.where.get(key)
+        num_pins = 0
+        if run is not None:
+            for hold in run.holds.values():
+                num_pins += hold.num_pins
+        return num_pins
+
     def num_blocks(self, replica_id: ReplicaId) -> int:
         return self._mirrors[replica_id].num_held
 

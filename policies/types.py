@@ -191,7 +191,8 @@ class FleetSnapshot:
     """The routable replicas for one request, in a stable order (by id). `sequence` counts decisions so far.
 
     `expected_output_tokens` is the mean output of the requests that finished lately; `typical_queue` how many requests
-    waited at a replica when another came, on average lately.
+    waited at a replica when another came, on average lately; `num_alike` how many under way begin with all that the
+    longest match holds.
     """
 
     now: Final[float]
@@ -199,6 +200,7 @@ class FleetSnapshot:
     replicas: Final[tuple[ReplicaView, ...]]
     expected_output_tokens: Final[float]
     typical_queue: Final[float]
+    num_alike: Final[int]
 
     def __init__(
         self,
@@ -207,12 +209,14 @@ class FleetSnapshot:
         replicas: tuple[ReplicaView, ...],
         expected_output_tokens: float = 200.0,
         typical_queue: float = 0.0,
+        num_alike: int = 0,
     ) -> None:
         self.now = now
         self.sequence = sequence
         self.replicas = replicas
         self.expected_output_tokens = expected_output_tokens
         self.typical_queue = typical_queue
+        self.num_alike = num_alike
 
 
 class Score(NamedTuple):

@@ -10,6 +10,11 @@ p_i  (`prefill`)     its own uncached prefill, quadratic attention included
                      In a queue that is about as many as wait there on average, L_i: next to none when the replica is
                      mostly idle, several when it drowns, and then spreading a prefix is what drowns it
      (`delay`)       p_i q_i: the q_i requests waiting there all wait p_i longer
+     (`shared`)      less what others of its like bear. What the replica would compute again though the best match has
+                     it serves those who come with the same prefix, too: about as many as run with it now, n, so this
+                     request is charged one part in 1 + n of it. Else a prompt that all begin with stays where it was
+                     first, since one more copy costs each of them more than the crowd there does. A session's own
+                     prefix has nobody else running, and stays as dear as it is.
 d_i  (`decode`)      seconds that its KV adds to the output of those running there: running requests, times expected
                      output tokens, times decode seconds a KV token, times its tokens. And what it overtakes is computed
                      while it decodes, between its own tokens. kappa makes a second between tokens cheaper than a
@@ -53,7 +58,8 @@ MAX_LATER: Final = 8.0  # a queue longer than that says nothing more about what 
 class _Weights:
     """What is the same for all replicas: the weights of p, p q, d, and e for duplicates and new blocks, the longest
     match, whether attention's quadratic term counts (1 or 0), the weight of p for each who usually waits, whether what
-    would be overtaken is left out of the queue, and what it weighs among the decode seconds."""
+    would be overtaken is left out of the queue, what it weighs among the decode seconds, and the part that others of
+    its like bear of what is missing."""
 
     own: Final[float]
     delay: Final[float]
@@ -65,10 +71,11 @@ class _Weights:
     later: Final[float]
     overtake: Final[float]
     beside: Final[float]
+    shared: Final[float]
 
     def __init__(
         self, own: float, delay: float, decode: float, price: float, room: float, longest: int, quadratic: float,
-        later: float, overtake: float, beside: float,
+        later: float, overtake: float, beside: float, shared: float,
     ) -> None:  # fmt: skip
         self.own = own
         self.delay = delay
@@ -80,6 +87,7 @@ class _Weights:
         self.later = later
         self.overtake = overtake
         self.beside = beside
+        self.shared = shared
 
 
 class Warm:
@@ -118,7 +126,7 @@ class Warm:
     def _costs(self, views: tuple[ReplicaView, ...], weights: _Weights) -> list[float]:
         """The total of every replica. The same sum as in _scores, without names: this is the hot path."""
         own, delay, decode, longest = weights.own, weights.delay, weights.decode, weights.longest
-        overtake, later = weights.overtake - weights.beside, weights.later
+        overtake, later, shared = weights.overtake - weights.beside, weights.later, weights.shared
         costs = []
         for view in views:
             rates, num_tokens, matched = view.rates, view.num_tokens, view.matched_tokens
@@ -127,6 +135,8 @@ class Warm:
             prefill = rates.base_s + uncached * (rates.linear_s + attention)
             queue = view.typical_queue if view.typical_queue < MAX_LATER else MAX_LATER
             waiting = delay * view.num_waiting + later * queue
+            if shared and matched < longest:
+                prefill -= shared * _missing_s(view, weights)
             cost = view.queued_prefill_s - overtake * view.overtaken_s + prefill * (own + waiting)
             if view.num_running:
                 cost += decode * view.num_running * rates.decode_kv_s * num_tokens
@@ -142,6 +152,8 @@ class Warm:
             prefill = own_prefill_s(view)
             if not self._config.quadratic:
                 prefill = view.rates.base_s + view.rates.linear_s * (view.num_tokens - view.matched_tokens)
+            missing = _missing_s(view, weights)
+            waiting = weights.delay * view.num_waiting + weights.later * min(view.typical_queue, MAX_LATER)
             terms = {
                 "queue": view.queued_prefill_s,
                 "overtaken": -weights.overtake * view.overtaken_s,
@@ -149,6 +161,7 @@ class Warm:
                 "recompute": self._config.tau * prefill,
                 "later": weights.later * prefill * min(view.typical_queue, MAX_LATER),
                 "delay": weights.delay * prefill * view.num_waiting,
+                "shared": -weights.shared * missing * (weights.own + waiting),
                 "decode": weights.decode * view.num_running * view.rates.decode_kv_s * view.num_tokens
                 + weights.beside * view.overtaken_s,
                 "duplicates": weights.price * view.eviction_s * (weights.longest - view.matched_tokens),
@@ -169,6 +182,7 @@ class Warm:
             longest = max(longest, view.matched_tokens)
         reuse = 2.0 + num_waiting / len(views)
         overtake = float(config.order and config.overtake)
+        num_alike = max(fleet.num_alike - num_waiting, 0)  # whoever waits may be one of them
         quiet = max(1.0 - fleet.typical_queue / BUSY_QUEUE, 0.0)
         return _Weights(
             1.0 + config.tau,
@@ -181,7 +195,15 @@ class Warm:
             config.later,
             overtake,
             config.kappa * overtake,
+            1.0 - 1.0 / (1 + num_alike) if config.alike else 0.0,
         )
+
+
+def _missing_s(view: ReplicaView, weights: _Weights) -> float:
+    """Seconds that the replica takes for what the longest match holds and it doesn't."""
+    matched, num_missing, rates = view.matched_tokens, weights.longest - view.matched_tokens, view.rates
+    attention = weights.quadratic * rates.quadratic_s * (matched + num_missing / 2)
+    return num_missing * (rates.linear_s + attention)
 
 
 def _break_tie(near: list[ReplicaView], rng: random.Random) -> ReplicaView:

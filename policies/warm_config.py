@@ -18,6 +18,7 @@ class WarmConfig:
     quadratic        whether attention's quadratic term counts in p_i
     order            whether replicas are told p_i, to serve by it
     overtake         whether W_i leaves out what the request overtakes there (with `order`)
+    alike            whether those under way with the same prefix share the cost of one more copy of it
     """
 
     tau: float = 1.0
@@ -29,3 +30,4 @@ class WarmConfig:
     quadratic: bool = True
     order: bool = True
     overtake: bool = True
+    alike: bool = True

@@ -73,6 +73,26 @@ def test_matched_tokens_leave_one_token_to_compute() -> None:
     assert view.matched_tokens == 2 * BLOCK, "the last token's block is computed anew"
 
 
+def test_those_under_way_with_all_that_the_best_match_holds_are_counted() -> None:
+    fleet = fleet_of("a", "b")
+
+    def num_alike(path: str) -> int:
+        return fleet.snapshot(request("probe", path), 9.0).num_alike
+
+    assert num_alike("xyz") == 0
+    serve(fleet, "a", "r0", "xyz", 0.0)
+    assert num_alike("xyz") == 0
+    dispatch(fleet, "a", "r1", "xyz", 1.0)
+    dispatch(fleet, "a", "r2", "xyq", 1.0)
+    dispatch(fleet, "b", "r3", "xy", 1.0)
+    assert (num_alike("xyz"), num_alike("xyp"), num_alike("k")) == (1, 3, 0)
+    fleet.apply(Finished(2.0, A, "r2", 1))
+    assert num_alike("xyp") == 2
+    fleet.apply(Failed(2.0, ReplicaId("b"), "r3", FailureKind.BROKEN))
+    assert num_alike("xyp") == 1
+    fleet.check_invariants()
+
+
 def test_a_request_in_flight_is_seen_by_the_next_decision() -> None:
     fleet = fleet_of("a", "b")
     dispatch(fleet, "a", "r", "xyz", 0.0)

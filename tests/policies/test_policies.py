@@ -107,6 +107,7 @@ def test_warm_tells_every_term_in_seconds_and_they_add_up() -> None:
             "overtaken",
             "prefill",
             "recompute",
+            "shared",
             "later",
             "delay",
             "decode",

@@ -26,8 +26,8 @@ BUSY = view(
 COLD = view("b", eviction_s=2e-4, num_waiting=4)
 
 
-def scores(config: WarmConfig, *views: ReplicaView, typical_queue: float = 1.5) -> list[Score]:
-    snapshot = FleetSnapshot(0.0, 0, views or (BUSY, COLD), typical_queue=typical_queue)
+def scores(config: WarmConfig, *views: ReplicaView, typical_queue: float = 1.5, num_alike: int = 0) -> list[Score]:
+    snapshot = FleetSnapshot(0.0, 0, views or (BUSY, COLD), typical_queue=typical_queue, num_alike=num_alike)
     return list(Warm(config).choose(request("r", "x"), snapshot, random.Random(0)).scores)
 
 
@@ -58,11 +58,29 @@ def test_a_setting_changes_its_own_terms_alone(config: WarmConfig, terms: set[st
 @pytest.mark.parametrize("config", [WarmConfig(), WarmConfig(tau=4, kappa=1, delay=0.5), WarmConfig(quadratic=False)])
 def test_the_fast_sum_is_the_sum_of_the_terms(config: WarmConfig) -> None:
     views = (BUSY, COLD, view("c", matched_tokens=960))
-    policy, snapshot = Warm(config), FleetSnapshot(0.0, 0, views, typical_queue=1.5)
+    policy, snapshot = Warm(config), FleetSnapshot(0.0, 0, views, typical_queue=1.5, num_alike=9)
     weights = policy._weights(request("r", "x"), snapshot)
     named = policy._scores(snapshot.replicas, weights)
     assert policy._costs(snapshot.replicas, weights) == pytest.approx([score.total for score in named])
     assert [score.total for score in named] == pytest.approx([sum(score.terms.values()) for score in named])
+
+
+def test_those_who_run_with_the_same_prefix_share_the_cost_of_a_copy() -> None:
+    assert [score.terms["shared"] for score in scores(WarmConfig(), num_alike=6)] == [0.0, 0.0]  # 2 + 4 wait
+    holder, other = scores(WarmConfig(), num_alike=6 + 3)
+    assert holder.terms["shared"] == 0.0
+    missing_s = RATES.prefill_s(480, 0) - RATES.base_s
+    weight = 2.0 + 4  # own and recompute; those who wait there
+    assert other.terms["shared"] == pytest.approx(-0.75 * weight * missing_s)
+    alone = scores(WarmConfig(alike=False), num_alike=6 + 3)
+    assert [score.terms["shared"] for score in alone] == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(("num_alike", "chosen"), [(0, "a"), (40, "b")])
+def test_a_prompt_that_all_begin_with_leaves_the_replica_where_all_run(num_alike: int, chosen: str) -> None:
+    crowd = view("a", matched_tokens=960, num_running=40)
+    snapshot = FleetSnapshot(0.0, 0, (crowd, view("b")), num_alike=num_alike)
+    assert Warm().choose(request("r", "x"), snapshot, random.Random(0)).replica_id == chosen
 
 
 def test_only_duplicates_are_charged_by_what_they_push_out_where_they_go() -> None:
