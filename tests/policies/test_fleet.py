@@ -273,6 +273,18 @@ def test_a_replica_that_never_reuses_anything_stops_promising() -> None:
     assert matched_blocks(fleet, "xyzxyzxyz", 60.0) == {"a": 9}
 
 
+def test_more_than_whole_blocks_is_no_reason_to_doubt() -> None:
+    """An engine that copies parts of blocks reuses more than the router can expect; one that doesn't, no more."""
+    fleet = fleet_of("a", num_blocks=100)
+    serve(fleet, "a", "first", "xyzz", 0.0, cached=0)
+    for i in range(12):
+        serve(fleet, "a", f"r{i}", "xyzz", 1.0 + i, cached=3 * BLOCK + BLOCK - 1)
+        serve(fleet, "a", f"s{i}", f"xy{chr(65 + i)}a", 1.0 + i, cached=2 * BLOCK + 3)
+        assert fleet.stats(A).trust == 1.0
+    assert fleet.stats(A).index_capacity_blocks == 100
+    assert matched_blocks(fleet, "xyzz", 20.0) == {"a": 4}
+
+
 def test_shortfalls_shrink_the_mirror_down_to_half_of_what_the_replica_told() -> None:
     fleet = fleet_of("a", num_blocks=100)
     for i in range(60):
