@@ -85,6 +85,7 @@ MODULES = (
     "gateway.straight_run",
     "gateway.openai.sse",
     "gateway.openai.marks",
+    "gateway.joining",
     "gateway.pump",
 )
 VARIABLE = "WARMGATE_COMPILED"

@@ -100,6 +100,8 @@ class GatewaySettings(BaseSettings):
     stuck_after_s   a replica that has answered no poll this long loses the requests still waiting on it to failover
     resume          answers that break after their first token are continued elsewhere: off, exact or all (resume.py)
     stream_idle_s   between two chunks of a stream from a replica, and for a client that doesn't read what it asked for
+    stream_join_s   that a fast stream isn't read for after each piece while many keep the gateway busy (joining.py);
+                    0: never
     request_s       a whole request, from its last byte read to its last byte sent (--request-timeout means it, too);
                     a client that says in x-stainless-read-timeout how long it waits gets no longer than that
     body_s          for a client to send its request's body
@@ -156,6 +158,7 @@ class GatewaySettings(BaseSettings):
     first_token_s: float = Field(default=120.0, gt=0)
     stuck_after_s: float = Field(default=15.0, gt=0)
     stream_idle_s: float = Field(default=120.0, gt=0)
+    stream_join_s: float = Field(default=0.01, ge=0, le=1)
     request_s: float = Field(default=1800.0, gt=0)
     body_s: float = Field(default=60.0, gt=0)
     resume: Literal["off", "exact", "all"] = "exact"

@@ -89,9 +89,7 @@ class Proxy:
         self.on_served: Callable[[ParsedRequest, str, Lease], None] | None = None  # prompts worth keeping (warmup.py)
         secret = settings.secret.get_secret_value() if settings.secret is not None else None
         self._resumer = Resumer(settings.resume, secret, registry, router)
-        self._relay = Relay(
-            metrics, self._resumer, settings.stream_idle_s, settings.max_response_bytes, settings.max_sse_line_bytes
-        )
+        self._relay = Relay(metrics, self._resumer, settings)
 
     async def __call__(
         self, scope: Scope, receive: Receive, send: Send, endpoint: Endpoint, path: str,

@@ -14,8 +14,10 @@ from typing import Any
 
 import msgspec
 
+from gateway.config import GatewaySettings
 from gateway.exchange import Exchange, Failure, ReplicaRefused
 from gateway.guard import Interrupt
+from gateway.joining import Joiner
 from gateway.observe.metrics import Metrics
 from gateway.observe.record import EndState, RequestRecord
 from gateway.openai.errors import error_in, error_of, in_shape
@@ -35,14 +37,14 @@ _RESUMED = b": resumed on another replica\n\n"
 class Relay:
     """Relays answers of any number of exchanges at once."""
 
-    def __init__(
-        self, metrics: Metrics, resumer: Resumer, stream_idle_s: float, max_response_bytes: int, max_event_bytes: int
-    ) -> None:
+    def __init__(self, metrics: Metrics, resumer: Resumer, settings: GatewaySettings) -> None:
         self._resumer = resumer
         self._metrics = metrics
-        self._idle_s = stream_idle_s
-        self._max_response_bytes = max_response_bytes
-        self._max_event_bytes = max_event_bytes
+        self._idle_s = settings.stream_idle_s
+        self._max_response_bytes = settings.max_response_bytes
+        self._max_event_bytes = settings.max_sse_line_bytes
+        joiner = self._joiner = Joiner(settings.stream_join_s)
+        metrics.num_stream_pauses = lambda: joiner.num_pauses
 
     async def relay(self, exchange: Exchange, lease: Lease, response: UpstreamResponse) -> None:
         """Raises UpstreamError, SseError and ReplicaRefused; the exchange has ended when it returns."""
@@ -91,7 +93,8 @@ class Relay:
             rest = await self._write_on(exchange, scanner, response, first, now)
         elif not scanner.done:
             exchange.answer.push(first)
-            pump = Pump(scanner, response, exchange.answer, exchange.guard, self._idle_s, self._metrics.itl)
+            itl, guard = self._metrics.itl, exchange.guard
+            pump = Pump(scanner, response, exchange.answer, guard, self._idle_s, itl, self._joiner)
             rest = await pump.run()
         lease.replica.waiting.discard(exchange.guard)
         if scanner.broken:

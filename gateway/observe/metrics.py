@@ -63,6 +63,7 @@ class Metrics:
     """All of the gateway's metrics in a registry of their own. `gauges` is called at each scrape.
 
     itl, route, queue_wait, loop_lag   to be observed from outside, in seconds
+    num_stream_pauses                  to be set from outside: how many there have been
     """
 
     def __init__(self, gauges: Callable[[], FleetGauges]) -> None:
@@ -71,6 +72,7 @@ class Metrics:
         self.route = Buckets(_ROUTE_SECONDS)
         self.queue_wait = Buckets(_ROUTE_SECONDS)
         self.loop_lag = Buckets(_ROUTE_SECONDS)
+        self.num_stream_pauses: Callable[[], int] = lambda: 0
         self._requests: Counter[tuple[str, str, int, EndState]] = Counter()
         self._decisions: Counter[tuple[str, ...]] = Counter()
         self._failovers: Counter[tuple[str, ...]] = Counter()
@@ -128,6 +130,8 @@ class Metrics:
         for name, text, read in _MODEL_HISTOGRAMS:
             yield _histogram(name, text, {(model,): read(figures) for model, figures in models}, ("model",))
         yield _histogram("itl_seconds", "Between two reads of a stream.", {(): self.itl})
+        text = "Reads of streams put off, so that their pieces join."
+        yield _counter("stream_pauses", text, (), {(): self.num_stream_pauses()})
         yield _histogram("queue_wait_seconds", "Arrival to dispatch.", {(): self.queue_wait})
         yield _histogram("loop_lag_seconds", "How late the event loop runs its timers.", {(): self.loop_lag})
         yield _histogram("route_seconds", "Computing one decision.", {(): self.route})

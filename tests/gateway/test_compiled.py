@@ -26,6 +26,7 @@ TESTS = (
     "gateway/test_gate.py",
     "gateway/test_router.py",
     "gateway/test_guard.py",
+    "gateway/test_joining.py",
     "gateway/test_known_head.py",
     "gateway/test_marks.py",
     "gateway/test_sse.py",
