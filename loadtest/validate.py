@@ -145,7 +145,7 @@ async def _validate(fleet: Fleet, trace: Trace, options: argparse.Namespace, con
     rate = options.rate or options.load * len(gpus) / mean_work_s(trace, gpus, options.token_budget)
     load = Load(rate=rate)
     console.print(f"sending {trace.num_requests} requests at {rate:.2f} a second ...")
-    driver = Driver(fleet.base_url, fleet.model, trace, load, IdSpeech(), 1.0, options.seed)
+    driver = Driver((fleet.base_url,), fleet.model, trace, load, IdSpeech(), 1.0, options.seed)
     replayed = await driver.run()
     live = side(replayed)
     async with httpx.AsyncClient(timeout=300.0, trust_env=False) as client:

@@ -4,8 +4,9 @@
         --gpu h100 --blocks 3000 --rate 8 --slice 300 --speedup 2 --rounds 3 --json OUT
 
 Gateways: warmgate, warmgate-text, sglang-router, vllm-router, litellm, each with :POLICY for another than its default,
-and sim:POLICY for the same run in the simulator. Round n replays with seed n; the order turns by one each round, so
-that no gateway always has the machine at its warmest. Each run has a fresh fleet with empty caches.
+warmgate*2 for two of ours that share what they know over Redis, and sim:POLICY for the same run in the simulator. Round
+n replays with seed n; the order turns by one each round, so that no gateway always has the machine at its warmest. Each
+run has a fresh fleet with empty caches.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 
 from engine_worker.core.limits import JOINT_PREFILL_TOKENS
 from loadtest.ending import interrupted_by_signals
-from loadtest.fleet.gateways import DEFAULT_PEERS, GatewayFailed, kind_of
+from loadtest.fleet.gateways import DEFAULT_PEERS, GatewayFailed, count_of, kind_of
 from loadtest.fleet.report import doubts, table, write_json
 from loadtest.fleet.runs import SIM, FakesFailed, Plan, Row, run
 from loadtest.fleet.text import Wording
@@ -94,8 +95,8 @@ def check_gateways(text: str) -> list[str]:
     for name in names:
         kind, _, policy = name.partition(":")
         if kind != SIM:
-            kind_of(name)
-        if policy and kind in (SIM, "warmgate", "warmgate-text"):
+            count_of(name)
+        if policy and (kind == SIM or kind_of(name).is_ours):
             make_policy(policy)
     return names
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -58,11 +58,11 @@ class Replayed:
 
 
 class Driver:
-    """Replays `trace` (as words can say it) against one gateway. Use it once."""
+    """Replays `trace` (as words can say it) against one gateway, or several in turns. Use it once."""
 
     def __init__(
         self,
-        base_url: str,
+        base_urls: Sequence[str],
         model: str,
         trace: Trace,
         load: Load,
@@ -71,7 +71,7 @@ class Driver:
         seed: int,
         progress: Callable[[int], None] | None = None,
     ) -> None:
-        self._base_url = base_url
+        self._base_urls = base_urls
         self._model = model
         self._trace = trace
         self._load = load
@@ -87,7 +87,7 @@ class Driver:
         """To the last answer."""
         timeout = aiohttp.ClientTimeout(total=TIMEOUT_S)
         connector = aiohttp.TCPConnector(limit=0)
-        async with aiohttp.ClientSession(self._base_url, connector=connector, timeout=timeout) as self._session:
+        async with aiohttp.ClientSession(connector=connector, timeout=timeout) as self._session:
             self._clock = WallClock(self._speedup)
             self._changed = asyncio.Event()
             self._clock.on_ran = self._changed.set  # the workload may be over with nothing under way
@@ -136,10 +136,11 @@ class Driver:
         }
         data = json.dumps(body).encode()
         headers = {"content-type": "application/json"}
+        url = self._base_urls[int(job.job_id) % len(self._base_urls)] + self._speech.api
         # Its own moment, not the one it was due: what this process was late is the gateway's fault in no way.
         job.arrived_at = self._clock.read()
         try:
-            async with self._session.post(self._speech.api, data=data, headers=headers) as response:
+            async with self._session.post(url, data=data, headers=headers) as response:
                 if response.status != 200:
                     text = (await response.read()).decode("utf-8", "replace")
                     raise _Refused(f"{response.status}: {text[:300]}")

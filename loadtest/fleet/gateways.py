@@ -2,6 +2,8 @@
 
     warmgate[:POLICY]       ours, before replicas that are bundled workers: their tokenizer, their KV events
     warmgate-text[:POLICY]  ours, before replicas that are vLLM: text keys, no events
+    warmgate*N[:POLICY]     N of ours (warmgate-text*N, too) that share what they know over a Redis of their own, which
+                            takes redis-server; requests go to one after the other
     sglang-router[:POLICY]  as installed from PyPI, cache_aware unless named otherwise
     vllm-router[:POLICY]    the same; kv_aware reads the replicas' KV events
     litellm[:STRATEGY]      its proxy, simple-shuffle unless named otherwise
@@ -16,6 +18,7 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import shutil
 import signal
 import socket
 import subprocess
@@ -25,6 +28,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import httpx
 
@@ -60,6 +64,7 @@ class Start:
     other_port: int
     folder: Path
     peers: Path
+    redis_url: str = ""
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,44 +76,81 @@ class Kind:
 
 @dataclass(frozen=True, slots=True)
 class Running:
-    base_url: str
-    pid: int
+    """Processes that are one gateway to the clients, who go to one address after the other."""
+
+    base_urls: tuple[str, ...]
+    pids: tuple[int, ...]
 
 
 def kind_of(name: str) -> Kind:
     """Raises ValueError with the names there are."""
-    kind = KINDS.get(name.partition(":")[0])
+    kind = KINDS.get(name.partition(":")[0].partition("*")[0])
     if kind is None:
         raise ValueError(f"unknown gateway {name!r}: choose among {', '.join(KINDS)}, each with :POLICY, or sim:POLICY")
     return kind
+
+
+def count_of(name: str) -> int:
+    """How many gateways `name` asks for. Raises ValueError."""
+    kind = kind_of(name)
+    _, times, count = name.partition(":")[0].partition("*")
+    if not times:
+        return 1
+    if not kind.is_ours or not count.isdigit() or not int(count):
+        raise ValueError(f"gateway {name!r}: only ours can be several, such as warmgate*2")
+    return int(count)
 
 
 @contextlib.contextmanager
 def running_gateway(
     name: str, upstreams: Sequence[Upstream], model: str, block_words: int, peers: Path
 ) -> Iterator[Running]:
-    """Up, and knowing all replicas, while the block runs. Raises GatewayFailed."""
-    kind = kind_of(name)
-    with tempfile.TemporaryDirectory(prefix="warmgate-fleet-") as folder:
-        port, other_port = _free_ports(2)
-        start = Start(name.partition(":")[2], upstreams, model, block_words, port, other_port, Path(folder), peers)
-        command = kind.command(start)
-        log = Path(folder) / "log"
-        with log.open("wb") as output:
-            process = subprocess.Popen(
-                bound_to_us(command),
-                stdin=subprocess.DEVNULL,
-                stdout=output,
-                stderr=subprocess.STDOUT,
-                env=_environment(),
-                process_group=0,
-            )
-            try:
-                base_url = f"http://127.0.0.1:{port}"
-                _wait_ready(name, kind, process, base_url, model, len(upstreams), log)
-                yield Running(base_url, process.pid)
-            finally:
-                _stop(process)
+    """Up, and knowing all replicas and each other, while the block runs. Raises GatewayFailed."""
+    kind, count, policy = kind_of(name), count_of(name), name.partition(":")[2]
+    with contextlib.ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="warmgate-fleet-")))
+        redis_url = stack.enter_context(_running_redis(folder / "redis.log")) if count > 1 else ""
+        base_urls, pids = [], []
+        for number in range(count):
+            port, other_port = _free_ports(2)
+            place = folder / str(number)
+            place.mkdir()
+            start = Start(policy, upstreams, model, block_words, port, other_port, place, peers, redis_url)
+            log = place / "log"
+            process = stack.enter_context(_running(kind.command(start), log))
+            base_urls.append(f"http://127.0.0.1:{port}")
+            pids.append(process.pid)
+            _wait_ready(name, kind, process, base_urls[-1], model, len(upstreams), number, log)
+        yield Running(tuple(base_urls), tuple(pids))
+
+
+@contextlib.contextmanager
+def _running(command: list[str], log: Path) -> Iterator[subprocess.Popen[bytes]]:
+    with log.open("wb") as output:
+        process = subprocess.Popen(
+            bound_to_us(command),
+            stdin=subprocess.DEVNULL,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            env=_environment(),
+            process_group=0,
+        )
+        try:
+            yield process
+        finally:
+            _stop(process)
+
+
+@contextlib.contextmanager
+def _running_redis(log: Path) -> Iterator[str]:
+    """A Redis that saves nothing, and its URL. Those who need it wait for it. Raises GatewayFailed."""
+    program = shutil.which("redis-server")
+    if program is None:
+        raise GatewayFailed("several gateways share over Redis: install redis-server (Debian: apt-get install it)")
+    [port] = _free_ports(1)
+    options = ["--bind", "127.0.0.1", "--port", str(port), "--save", "", "--appendonly", "no", "--dir", str(log.parent)]
+    with _running([program, *options], log):
+        yield f"redis://127.0.0.1:{port}/0"
 
 
 def _environment() -> dict[str, str]:
@@ -118,14 +160,15 @@ def _environment() -> dict[str, str]:
 
 
 def _wait_ready(
-    name: str, kind: Kind, process: subprocess.Popen[bytes], base_url: str, model: str, num_replicas: int, log: Path
-) -> None:
+    name: str, kind: Kind, process: subprocess.Popen[bytes], base_url: str, model: str, num_replicas: int,
+    num_others: int, log: Path,
+) -> None:  # fmt: skip
     deadline = time.monotonic() + START_LIMIT_S
     with httpx.Client(base_url=base_url, timeout=5.0, trust_env=False) as client:
         while True:
             with contextlib.suppress(httpx.HTTPError, KeyError, ValueError):
                 if kind.is_ours:
-                    if _knows_all(client.get("/health").json(), num_replicas):
+                    if _knows_all(client.get("/health").json(), num_replicas, num_others):
                         return
                 elif _answers(client, model, num_replicas):
                     return
@@ -135,11 +178,12 @@ def _wait_ready(
             time.sleep(0.2)
 
 
-def _knows_all(health: dict[str, object], num_replicas: int) -> bool:
-    """All replicas joined, and every feed of KV events that will be followed is."""
+def _knows_all(health: dict[str, Any], num_replicas: int, num_others: int) -> bool:
+    """All replicas joined, every feed of KV events that will be followed is, and the gateways before it are known."""
     replicas = health["replicas"]
-    assert isinstance(replicas, list)
-    return health["num_ready"] == num_replicas and all(each["kv_feed"] != "connecting" for each in replicas)
+    if health["num_ready"] != num_replicas or any(each["kv_feed"] == "connecting" for each in replicas):
+        return False
+    return not num_others or bool(health["sharing"]["num_peers"] == num_others)
 
 
 def _answers(client: httpx.Client, model: str, num_replicas: int) -> bool:
@@ -159,13 +203,16 @@ def _stop(process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-def cpu_seconds(pid: int) -> float | None:
-    """User and system time of a process so far; None where the system doesn't tell."""
-    try:
-        fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
-    except OSError:
-        return None
-    return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+def cpu_seconds(pids: Sequence[int]) -> float | None:
+    """User and system time of processes so far; None where the system doesn't tell."""
+    ticks = 0
+    for pid in pids:
+        try:
+            fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            return None
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def _free_ports(count: int) -> list[int]:
@@ -188,6 +235,7 @@ def _ours(dialect: str) -> Callable[[Start], list[str]]:
             "host": "127.0.0.1",
             "port": start.port,
             "access_log": "",
+            **({"redis_url": start.redis_url} if start.redis_url else {}),
         }
         config = start.folder / "gateway.yaml"
         config.write_text(json.dumps(settings), "utf-8")  # JSON is YAML

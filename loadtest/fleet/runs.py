@@ -92,7 +92,7 @@ def run(plan: Plan, name: str, seed: int, progress: Callable[[int], None] | None
         running_fakes(plan, kind_of(name).manner) as (upstreams, fakes_pid),
         running_gateway(name, upstreams, MODEL, plan.wording.block_words, plan.peers) as gateway,
     ):
-        return _measure(plan, name, seed, upstreams, fakes_pid, gateway, progress)
+        return measure(plan, name, seed, upstreams, fakes_pid, gateway, progress)
 
 
 def simulated(plan: Plan, name: str, seed: int) -> Row:
@@ -138,17 +138,18 @@ def running_fakes(plan: Plan, manner: Manner) -> Iterator[tuple[list[Upstream], 
         process.stdout.close()
 
 
-def _measure(
+def measure(
     plan: Plan, name: str, seed: int, upstreams: Sequence[Upstream], fakes_pid: int, gateway: Running,
     progress: Callable[[int], None] | None,
 ) -> Row:  # fmt: skip
-    pids = {"gateway": gateway.pid, "fakes": fakes_pid, "clients": os.getpid()}
-    before, cpu_before = _stats(upstreams), {who: cpu_seconds(pid) for who, pid in pids.items()}
+    """The run itself, in front of a fleet that is up."""
+    pids = {"gateway": gateway.pids, "fakes": (fakes_pid,), "clients": (os.getpid(),)}
+    before, cpu_before = _stats(upstreams), {who: cpu_seconds(each) for who, each in pids.items()}
     driver = Driver(
-        gateway.base_url, MODEL, plan.trace, plan.setup.load, ChatSpeech(plan.wording), plan.speedup, seed, progress
+        gateway.base_urls, MODEL, plan.trace, plan.setup.load, ChatSpeech(plan.wording), plan.speedup, seed, progress
     )
     replayed = asyncio.run(driver.run())
-    after, cpu_after = _stats(upstreams), {who: cpu_seconds(pid) for who, pid in pids.items()}
+    after, cpu_after = _stats(upstreams), {who: cpu_seconds(each) for who, each in pids.items()}
     wall_s = (after[0]["now_s"] - before[0]["now_s"]) / plan.speedup
     cpu = {
         who: (used - cpu_before[who]) / wall_s  # type: ignore[operator]

@@ -47,6 +47,25 @@ def test_the_command_measures_ours_beside_the_simulation(tmp_path: Path) -> None
 
 
 @pytest.mark.e2e
+def test_two_of_ours_share_what_they_know(tmp_path: Path) -> None:
+    """Each is sent half of the requests, and hears of the others."""
+    trace = write(tmp_path / "t.jsonl", mooncake_rows(40))
+    arguments = ["--trace", str(trace), "--replicas", "2", "--blocks", "200", "--speedup", "30"]
+    plan = cli.plan_of(cli.parser().parse_args(arguments))
+    kind, told = gateways.kind_of("warmgate*2"), []
+    with (
+        runs.running_fakes(plan, kind.manner) as (upstreams, fakes_pid),
+        gateways.running_gateway("warmgate*2", upstreams, runs.MODEL, plan.wording.block_words, tmp_path) as running,
+    ):
+        row = runs.measure(plan, "warmgate*2", 1, upstreams, fakes_pid, running, None)
+        for base_url in running.base_urls:
+            told.append(httpx.get(f"{base_url}/health", timeout=30.0).json()["sharing"])
+    assert (row.num_requests, row.num_failed) == (40, 0)
+    assert [each["num_peers"] for each in told] == [1, 1]
+    assert all(each["num_applied"] for each in told), "nothing was heard of the other's requests"
+
+
+@pytest.mark.e2e
 def test_users_go_on_when_they_are_answered(tmp_path: Path) -> None:
     trace = write(tmp_path / "t.jsonl", session_rows(4))
     arguments = [
@@ -71,7 +90,7 @@ def test_our_gateway_tells_bundled_workers_alone_the_work(gateway: str, is_told:
     ):
         for stream in (False, True):
             asked = {**body, "stream": stream}
-            httpx.post(f"{running.base_url}/v1/chat/completions", json=asked, timeout=30.0).raise_for_status()
+            httpx.post(f"{running.base_urls[0]}/v1/chat/completions", json=asked, timeout=30.0).raise_for_status()
         stats = httpx.get(f"{upstream.url}/fake/stats").json()
     assert stats["num_with_work"] == (2 if is_told else 0)
 
@@ -89,7 +108,7 @@ async def test_a_gateway_that_is_not_there_fails_every_request_and_ends() -> Non
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     trace = timed(request(1, 2), request(1, 3))
-    driver = Driver(f"http://127.0.0.1:{port}", "m", trace, Load(), ChatSpeech(Wording(512, 16)), 100.0, 1)
+    driver = Driver((f"http://127.0.0.1:{port}",), "m", trace, Load(), ChatSpeech(Wording(512, 16)), 100.0, 1)
     replayed = await driver.run()
     assert [job.status for job in replayed.jobs] == [JobStatus.FAILED] * 2
     assert all("ClientConnectorError" in job.reason for job in replayed.jobs)
@@ -100,7 +119,7 @@ async def test_a_slice_ends_though_nothing_is_under_way_at_its_end() -> None:
         port = server.getsockname()[1]
     trace = timed(request(1, 2), request(1, 3, at_s=20.0))
     load = Load(duration_s=1.0)
-    driver = Driver(f"http://127.0.0.1:{port}", "m", trace, load, ChatSpeech(Wording(512, 16)), 100.0, 1)
+    driver = Driver((f"http://127.0.0.1:{port}",), "m", trace, load, ChatSpeech(Wording(512, 16)), 100.0, 1)
     async with asyncio.timeout(20):
         replayed = await driver.run()
     assert len(replayed.jobs) == 1
@@ -108,7 +127,15 @@ async def test_a_slice_ends_though_nothing_is_under_way_at_its_end() -> None:
 
 @pytest.mark.parametrize(
     ("names", "error"),
-    [("nginx", "unknown gateway 'nginx'"), ("warmgate:best", "best"), ("sim:best", "best"), (" , ", "is empty")],
+    [
+        ("nginx", "unknown gateway 'nginx'"),
+        ("warmgate:best", "best"),
+        ("sim:best", "best"),
+        (" , ", "is empty"),
+        ("warmgate*0", "such as warmgate*2"),
+        ("warmgate*two", "such as warmgate*2"),
+        ("litellm*2", "only ours can be several"),
+    ],
 )
 def test_unknown_names_are_told(names: str, error: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     trace = write(tmp_path / "t.jsonl", mooncake_rows(3))
