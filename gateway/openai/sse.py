@@ -19,7 +19,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, Final
 
 import msgspec
 
@@ -29,6 +29,7 @@ _BOUNDARY = re.compile(rb"(?:\r\n|\n|\r(?!\n))(?:\r\n|\n|\r(?!\n))")
 _SPECIAL = (b'"finish_reason"', b'"usage"', b'"error"', b"[DONE]")
 _NULLS = (b'"finish_reason":null', b'"finish_reason": null', b'"usage":null', b'"usage": null')
 _LINE_END = re.compile(rb"\r\n|\n|\r")
+_TAIL_BYTES: Final = 1024  # hold a stream's finish, usage and end
 # At an event's end, so outside of any string: a line end in JSON text is escaped.
 _NULL_USAGES = ((b',"usage":null}\n\n', b"}\n\n"), (b', "usage": null}\n\n', b"}\n\n"))
 
@@ -85,12 +86,17 @@ class StreamScanner:
             chunk = self._complete(chunk)
             if not chunk:
                 return b""
-        if self._strips_usage and b'"usage"' in chunk:
+        if self._strips_usage and chunk.rfind(b'"usage"') >= 0:
             chunk = self._take_usage(chunk)
-        if _is_plain(chunk) and not self._held:
-            self.num_events += _num_events(chunk)
-            return chunk
-        return self._look(chunk)
+        if self._held:
+            return self._look(chunk)
+        cut = _tail(chunk)
+        if not _is_plain(chunk[:cut]):
+            return self._look(chunk)
+        if cut < len(chunk) and not _is_plain(chunk[cut:]):
+            return self._look(chunk, cut)
+        self.num_events += _num_events(chunk)
+        return chunk
 
     def close(self) -> bytes:
         """The replica ended the stream: what may still be relayed. `broken` says so when it was cut short."""
@@ -139,12 +145,14 @@ class StreamScanner:
 
     def _take_usage(self, chunk: bytes) -> bytes:
         """Read the usage that the client didn't ask for, and take its traces out; other bytes stay as they are."""
+        begin = max(0, _last_boundary(chunk[: chunk.find(b'"usage"')]))
+        before, chunk = chunk[:begin], chunk[begin:]
         for null, without in _NULL_USAGES:
             chunk = chunk.replace(null, without)
         usage = chunk.find(b'"usage"')
         if usage < 0:
-            return chunk
-        kept: list[bytes] = []
+            return before + chunk
+        kept = [before]
         at = 0
         for start, end, data in _spans(chunk, max(0, _last_boundary(chunk[:usage]))):
             if b'"usage"' in data and self._read(data):
@@ -152,11 +160,13 @@ class StreamScanner:
                 at = end
         return b"".join([*kept, chunk[at:]])
 
-    def _look(self, chunk: bytes) -> bytes:
-        """Decode the events of a chunk that holds more than content; returns what of it may be relayed."""
+    def _look(self, chunk: bytes, skip: int = 0) -> bytes:
+        """Decode the events of a chunk that holds more than content; returns what of it may be relayed. An event that
+        needs decoding stands at `skip`, where one begins, or behind it."""
         cut = len(chunk)
-        special = _first_special(chunk)
-        skip = max(0, _last_boundary(chunk[:special])) if special >= 0 else 0
+        special = _first_special(chunk[skip:])
+        if special >= 0:
+            skip += max(0, _last_boundary(chunk[skip : skip + special]))
         self.num_events += _num_events(chunk[:skip])
         for start, data in events(chunk, skip):
             self.num_events += 1
@@ -194,17 +204,28 @@ class StreamScanner:
         return frame.usage is not None and frame.choices == []
 
 
+def _tail(chunk: bytes) -> int:
+    """Where the last events of a large chunk begin, which alone need a close look when a stream ends; else its size."""
+    size = len(chunk)
+    if size < 2 * _TAIL_BYTES or b"\r" in chunk:
+        return size
+    at = chunk.rfind(b"\n\n", 0, size - _TAIL_BYTES)
+    return at + 2 if at >= 0 else size
+
+
 def _is_plain(chunk: bytes) -> bool:
     """No finish, usage, error or end in it: nothing that needs decoding."""
+    # What is not there `rfind` finds out in half the time of `in`.
+    if chunk.rfind(b'"error"') >= 0 or chunk.rfind(b"[DONE]") >= 0:
+        return False
     num_reasons = chunk.count(b'"finish_reason"')
     if num_reasons:
         num_nulls = chunk.count(b'"finish_reason":null')
         if num_nulls != num_reasons and num_nulls + chunk.count(b'"finish_reason": null') != num_reasons:
             return False
-    if b"[DONE]" in chunk or b'"error"' in chunk:
-        return False
-    num_usages = chunk.count(b'"usage"')
-    return not num_usages or num_usages == chunk.count(b'"usage":null') + chunk.count(b'"usage": null')
+    if chunk.rfind(b'"usage"') < 0:
+        return True
+    return chunk.count(b'"usage"') == chunk.count(b'"usage":null') + chunk.count(b'"usage": null')
 
 
 def _first_special(chunk: bytes) -> int:

@@ -156,3 +156,42 @@ def test_events_are_the_same_whatever_ends_their_lines(lines: list[str], ends: b
     assert [text.encode()[start:].startswith(b"\n") for start, _ in plain] == [False] * len(plain)
     starts = [len(text[:start].replace("\n", "\r\n")) for start, _ in plain]
     assert starts == [start for start, _ in other]
+
+
+USAGE_FRAME = f'data: {{"choices":[],"usage":{json.dumps(USAGE)}}}\n\n'
+PLAIN = [
+    frame("word"),
+    frame("word", usage=None),
+    frame("x" * 700),
+    frame('"finish_reason": "usage" [DONE'),
+    frame("[DONE] finish_reason"),
+    ": ping\n\n",
+    "\n" + frame("behind two blank lines"),
+    USAGE_FRAME,
+    "event: x\ndata: no JSON\n\n",
+]
+ENDS = [
+    [],
+    [frame("", "stop"), DONE],
+    [frame("", "stop"), USAGE_FRAME, DONE],
+    [DONE],
+    ['data: {"error":{"message":"x"}}\n\n'],
+]
+
+
+@given(st.lists(st.sampled_from(PLAIN), max_size=60), st.sampled_from(ENDS), st.booleans(), st.booleans())
+@example([PLAIN[0]] * 99, ENDS[2], True, True)
+@example([PLAIN[0]] * 99, ENDS[0], True, True)
+@example([PLAIN[1]] * 99, ENDS[2], True, True)
+@example([PLAIN[0], USAGE_FRAME, *[PLAIN[0]] * 40], ENDS[4], True, False)
+@example([PLAIN[0]] * 40, ENDS[1], False, False)
+@example([PLAIN[0]] * 40, [frame("x" * 1200, "stop"), DONE], True, True)
+def test_many_events_in_one_read_are_what_they_are_one_by_one(begin, end, hold_end, strips):
+    pieces = [text.encode() for text in begin + end]
+    one_by_one = StreamScanner(MAX_EVENT, hold_end, strips)
+    parts = [one_by_one.feed(piece) for piece in pieces]
+    whole = StreamScanner(MAX_EVENT, hold_end, strips)
+    assert whole.feed(b"".join(pieces)) == b"".join(parts)
+    for name in ("num_events", "done", "broken", "error", "finished", "usage"):
+        assert getattr(whole, name) == getattr(one_by_one, name)
+    whole.check_invariants()
