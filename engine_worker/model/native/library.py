@@ -78,6 +78,7 @@ class Library:
         self.silu_mul = _typed(library.wg_silu_mul, pointer, pointer, number, number)
         self.matmul = _typed(library.wg_matmul, POINTER(WeightStruct), pointer, number, pointer, number, number)
         self.attend = _typed(library.wg_attend, POINTER(AttentionStruct), number)
+        self.shared_tokens = _typed(library.wg_shared_tokens, POINTER(AttentionStruct), pointer, returns=c_int64)
         self.rope_write = _typed(
             library.wg_rope_write,
             *[pointer] * 3,

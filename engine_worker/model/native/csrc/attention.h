@@ -30,7 +30,8 @@ struct Attention {
 };
 
 // What one thread does at a time: tokens lo .. hi - 1 (pack positions) of a span, for key heads head_lo .. head_hi - 1.
-struct Task { const Span* span; int64_t head_lo, head_hi, lo, hi; };
+// A decoding one begins at key `begin`; `so_far` is what its softmax is by then, or null (attention_shared.h).
+struct Task { const Span* span; int64_t head_lo, head_hi, lo, hi, begin; const float* so_far; };
 
 // A layer's keys or values as bytes, some of which will be wanted.
 struct Stream {

@@ -152,9 +152,16 @@ static void decode(const Attention& c, const Task& task, const Task* next) {
   float* q = scratch(5, heads * dk);
   const float* query = c.query + task.span->offset * c.query_pitch + first_head * dk;
   for (int64_t i = 0; i < heads * dk; i++) q[i] = query[i] * c.scale;
-  std::fill(sums, sums + heads * pitch, 0.0f);
-  for (int64_t h = 0; h < heads; h++) state[2 * h] = -INFINITY, state[2 * h + 1] = 0;
-  auto begin_of = [&](const Span& span) { return c.first ? c.first[span.offset] : (int64_t)0; };
+  if (task.so_far)
+    for (int64_t h = 0; h < heads; h++) {
+      const float* before = task.so_far + (first_head + h) * (dv + 2);
+      std::copy(before, before + dv, sums + h * pitch);
+      state[2 * h] = before[dv], state[2 * h + 1] = before[dv + 1];
+    }
+  else {
+    std::fill(sums, sums + heads * pitch, 0.0f);
+    for (int64_t h = 0; h < heads; h++) state[2 * h] = -INFINITY, state[2 * h + 1] = 0;
+  }
   int64_t end = task.span->start + 1, rows[KEYS + MAX_PIECE];
 
   // Scores or sums of n rows for all heads, group by group; only the first of those that share a key head asks for more.
@@ -168,13 +175,12 @@ static void decode(const Attention& c, const Task& task, const Task* next) {
                                                                                             g ? Wanted{} : wanted);
       }
   };
-  for (int64_t from = begin_of(*task.span); from < end; from += KEYS) {
+  for (int64_t from = task.begin; from < end; from += KEYS) {
     int64_t n = std::min<int64_t>(KEYS, end - from), more = std::min(size, end - from - n);
     find_rows(c, task.span->row, from, from + n + more, rows);
     if (!more && next) {
-      int64_t start = begin_of(*next->span);
-      more = std::min(size, next->span->start + 1 - start);
-      find_rows(c, next->span->row, start, start + more, rows + n);
+      more = std::min(size, next->span->start + 1 - next->begin);
+      find_rows(c, next->span->row, next->begin, next->begin + more, rows + n);
     }
     for (int64_t p = 0; p < n; p += size) {
       int64_t m = std::min(size, n - p), left = std::min(size, n - p - m);

@@ -29,6 +29,8 @@ void wg_matmul(const Weight* w, const float* x, int64_t m, float* y, int64_t acc
 
 void wg_attend(const Attention* call, int64_t threads) { attend(*call, (int)threads); }
 
+int64_t wg_shared_tokens(const Attention* call, int64_t* tokens) { return shared_tokens(*call, tokens); }
+
 // qkv [T, (q_heads + 2 kv_heads) dim]: norm and rotate queries in place and keys on their way into the cache; write the
 // values there too. cos, sin [T, rotary]. Returns whether all that went into the cache is finite.
 int64_t wg_rope_write(float* qkv, const float* cos, const float* sin, int64_t rotary, const float* q_norm,
