@@ -83,6 +83,11 @@ class PromptRenderer:
         return self._template is not None
 
     @property
+    def template(self) -> ChatTemplate | None:
+        """The model's chat template; None where it has none that can be used."""
+        return self._template
+
+    @property
     def knows_tools(self) -> bool:
         """Whether the template itself shows tools; otherwise they are described in the system message."""
         return self._template is not None and self._template.knows_tools

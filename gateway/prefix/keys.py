@@ -112,6 +112,11 @@ def block_keys(parent: BlockKey, data: bytes, block_bytes: int) -> list[BlockKey
     return keys + _hashed(key, data, start, size, block_bytes)
 
 
+def fresh_keys(parent: BlockKey, data: bytes, block_bytes: int) -> list[BlockKey]:
+    """The same, without a look at what was cut before or a trace of it."""
+    return _hashed(parent, data, 0, len(data), block_bytes)
+
+
 def _hashed(parent: int, data: bytes, start: int, end: int, block_bytes: int) -> list[BlockKey]:
     keys: list[BlockKey] = []
     key = parent

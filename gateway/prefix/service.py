@@ -118,15 +118,16 @@ class PrefixService:
 
         A prompt that can't be rendered has no token-mode chain: its replica will answer it with the reason.
         """
-        wanted = [self._spaces[key_space] for key_space in spaces if key_space in self._spaces]
+        wanted, result = self._known(source, spaces)
         packed: dict[str, bytes | None] = {}
         for tokenizer in {space.tokenizer for space in wanted if space.tokenizer}:
             packed[tokenizer] = await self._packed_ids(tokenizer, source)
-        return _cut(source, wanted, packed)
+        _cut(source, wanted, packed, result)
+        return result
 
     def chains_now(self, source: PromptSource, spaces: Iterable[KeySpace]) -> dict[KeySpace, PrefixChain] | None:
         """The same without waiting; None where a prompt is so long that its ids take a thread."""
-        wanted = [self._spaces[key_space] for key_space in spaces if key_space in self._spaces]
+        wanted, result = self._known(source, spaces)
         packed: dict[str, bytes | None] = {}
         for space in wanted:
             tokenizer = space.tokenizer
@@ -134,7 +135,8 @@ class PrefixService:
                 packed[tokenizer] = ids = self._packed_now(tokenizer, source)
                 if ids is None:
                     return None
-        return _cut(source, wanted, packed)
+        _cut(source, wanted, packed, result)
+        return result
 
     def stats(self) -> PrefixStats:
         loaded = [future.result() for future in self._vocabularies.values() if future.done() and not future.exception()]
@@ -143,9 +145,9 @@ class PrefixService:
             num_failed=self._num_failed,
             num_inline=sum(vocabulary.num_inline for vocabulary in loaded),
             num_threaded=sum(vocabulary.num_threaded for vocabulary in loaded),
-            num_piece_hits=sum(vocabulary.cache.num_hits for vocabulary in loaded),
+            num_piece_hits=sum(vocabulary.num_hits for vocabulary in loaded),
             num_piece_misses=sum(vocabulary.cache.num_misses for vocabulary in loaded),
-            num_cached_bytes=sum(vocabulary.cache.num_bytes for vocabulary in loaded),
+            num_cached_bytes=sum(vocabulary.num_cached_bytes for vocabulary in loaded),
         )
 
     def close(self) -> None:
@@ -168,6 +170,31 @@ class PrefixService:
             self._vocabularies.pop(digest, None)
             raise
         return future
+
+    def _known(
+        self, source: PromptSource, spaces: Iterable[KeySpace]
+    ) -> tuple[list[Space], dict[KeySpace, PrefixChain]]:  # fmt: skip
+        """Chains of a chat whose beginning is known, and the spaces for which there is none of those."""
+        left: list[Space] = []
+        result: dict[KeySpace, PrefixChain] = {}
+        counted = ""
+        for key_space in spaces:
+            space = self._spaces.get(key_space)
+            if space is None:
+                continue
+            future = self._vocabularies.get(space.tokenizer) if space.tokenizer else None
+            chain = None
+            if future is not None and future.done() and not source.own_template:
+                root = space.root(source.adapter, source.salt)
+                chain = future.result().chain_now(source, root, space.block_tokens)
+            if chain is None:
+                left.append(space)
+                continue
+            result[key_space] = chain
+            if space.tokenizer != counted:
+                counted = space.tokenizer
+                self._num_prompts += 1
+        return left, result
 
     def _packed_now(self, digest: str, source: PromptSource) -> bytes | None:
         """None where that can't be told without waiting, or without saying why not."""
@@ -208,11 +235,12 @@ class PrefixService:
 
 
 def _cut(
-    source: PromptSource, wanted: Sequence[Space], packed: Mapping[str, bytes | None]
-) -> dict[KeySpace, PrefixChain]:
-    """Chains in the `wanted` spaces; `packed` has the prompt's ids by tokenizer, None where it can't be rendered."""
+    source: PromptSource, wanted: Sequence[Space], packed: Mapping[str, bytes | None],
+    result: dict[KeySpace, PrefixChain],
+) -> None:  # fmt: skip
+    """Chains in the `wanted` spaces, into `result`; `packed` has the prompt's ids by tokenizer, None where it can't be
+    rendered."""
     kind, text = "", None
-    result: dict[KeySpace, PrefixChain] = {}
     for space in wanted:
         if space.tokenizer:
             data = packed[space.tokenizer]
@@ -225,7 +253,6 @@ def _cut(
         if text is not None:
             root = text_root(kind, space.model, source.adapter, source.salt)
             result[space.key_space] = text_chain(root, text, space.block_tokens)
-    return result
 
 
 def bundle_digest(bundle: TokenizerBundle) -> str:

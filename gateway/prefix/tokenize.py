@@ -17,8 +17,7 @@ from __future__ import annotations
 
 import re
 from collections import OrderedDict
-from collections.abc import Iterable
-from itertools import pairwise
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 from tokenizers import Tokenizer
@@ -85,6 +84,8 @@ class Splitter:
     """Cuts text before the special tokens where cutting is safe. Stateless; any thread.
 
     cuts_all  whether they all are such, so that a piece has none but at its front
+    joints    those before which a text may be cut whatever stands in front (known.py): none of the tokens that are
+              matched in the raw text reaches into one from the left
     """
 
     def __init__(self, tokenizer: Tokenizer) -> None:
@@ -98,15 +99,39 @@ class Splitter:
         # Whether a single_word token matches depends on its neighbours, and with it how far a match reaches.
         usable = bool(self.cut_at) and not any(token.single_word for token in added)
         self._pattern = re.compile(any_of(token.content for token in raw)) if usable else None
+        self.joints = joints(self.cut_at, [token.content for token in raw]) if usable else frozenset()
         self.cuts_all = usable and len(self.cut_at) == len({token.content for token in added})
+
+    def begins_apart(self, text: str) -> bool:
+        """Whether `text`, behind whatever text, is a piece of its own, or several."""
+        found = self._pattern.match(text) if self._pattern is not None else None
+        return found is not None and found.group() in self.joints
 
     def split(self, text: str) -> list[str]:
         """Pieces that join to `text`, none empty; each but the first begins with a special token."""
         if self._pattern is None:
             return [text] if text else []
-        starts = [match.start() for match in self._pattern.finditer(text) if match.group() in self.cut_at]
-        bounds = [0, *(start for start in starts if start > 0), len(text)]
-        return [text[start:end] for start, end in pairwise(bounds) if start < end]
+        pieces = []
+        begin = 0
+        for match in self._pattern.finditer(text):
+            start = match.start()
+            if start and (self.cuts_all or match.group() in self.cut_at):
+                pieces.append(text[begin:start])
+                begin = start
+        if begin < len(text):
+            pieces.append(text[begin:])
+        return pieces
+
+
+def joints(cut_at: Iterable[str], raw: Sequence[str]) -> frozenset[str]:
+    """Those of `cut_at` that no inner part of one of `raw` begins as, or begins with."""
+    inner = {token[i:] for token in raw for i in range(1, len(token))}
+    return frozenset(
+        token
+        for token in cut_at
+        if not any(token[:end] in inner for end in range(1, len(token) + 1))
+        and not any(token in other[1:] for other in raw)
+    )
 
 
 def any_of(words: Iterable[str]) -> str:

@@ -15,12 +15,15 @@ from typing import TypeVar
 from engine_worker.contract.prompt import PromptError, PromptRenderer, template_kwargs
 from engine_worker.contract.state import TokenizerBundle
 from gateway.prefix.keys import pack_ids
+from gateway.prefix.known import KnownChats
+from gateway.prefix.pieces import INLINE_ENCODE_CHARS, Pieces
 from gateway.prefix.source import PromptSource
 from gateway.prefix.tokenize import SegmentCache, Splitter, cuts_right, encode_piece
+from gateway.prefix.turns import turns_of
 from gateway.prefix.words import words_of
+from policies.types import BlockKey, PrefixChain
 
 INLINE_RENDER_CHARS = 32_000  # rendering and cutting copy the text a few times: tens of microseconds
-INLINE_ENCODE_CHARS = 800  # about 0.2 ms of BPE, which is what the way to a thread and back costs
 SLOW_RENDER_S = 0.010  # a template that ever takes this long on a short chat renders in threads from then on
 
 T = TypeVar("T")
@@ -38,10 +41,24 @@ class Vocabulary:
         self._splitter = Splitter(self.renderer.tokenizer)
         self.is_incremental = cuts_right(self.renderer, self._splitter)
         self._words = words_of(self.renderer, self._splitter) if self.is_incremental else None
+        turns = turns_of(self.renderer) if self.is_incremental else None
+        self._chats: KnownChats | None = None
+        if turns is not None:
+            pieces = Pieces(self.renderer, self._splitter, self._words, self.cache)
+            self._chats = KnownChats(turns, pieces, cache_bytes // 2)
         self._around = _added_around(self.renderer)
         self._renders_slowly = False
         self.num_inline = 0
         self.num_threaded = 0
+
+    @property
+    def num_cached_bytes(self) -> int:
+        return self.cache.num_bytes + (self._chats.places.num_bytes if self._chats is not None else 0)
+
+    @property
+    def num_hits(self) -> int:
+        """Pieces and messages that were known; `cache.num_misses` counts pieces that weren't."""
+        return self.cache.num_hits + (self._chats.num_known if self._chats is not None else 0)
 
     async def packed_ids(self, source: PromptSource, pool: Executor) -> bytes:
         """The prompt's ids as u32 little-endian. Raises PromptError where the prompt can't be rendered."""
@@ -56,6 +73,8 @@ class Vocabulary:
         fresh = self._encoded_here(missing)
         if fresh is None:
             fresh = await self._hop(pool, lambda: self._encode_all(missing))
+        else:
+            self.num_inline += 1
         return self._joined(source, pieces, found, fresh)
 
     def packed_now(self, source: PromptSource) -> bytes | None:
@@ -68,7 +87,21 @@ class Vocabulary:
         pieces = self._timed_pieces(source)
         found, missing = self._look_up(pieces)
         fresh = self._encoded_here(missing)
-        return None if fresh is None else self._joined(source, pieces, found, fresh)
+        if fresh is None:
+            return None
+        self.num_inline += 1
+        return self._joined(source, pieces, found, fresh)
+
+    def chain_now(self, source: PromptSource, root: BlockKey, block_tokens: int) -> PrefixChain | None:
+        """The chain of a chat behind `root`, made of what is known of its beginning; None where that can't be done."""
+        if (
+            self._chats is None or source.messages is None or source.tools or source.chat_template_kwargs
+            or source.reasoning_effort or source.continue_final_message or source.add_special_tokens
+        ):  # fmt: skip
+            return None
+        chain = self._chats.chain(source.messages, source.add_generation_prompt, root, block_tokens)
+        self.num_inline += chain is not None
+        return chain
 
     def _is_short(self, source: PromptSource) -> bool:
         return not self._renders_slowly and _num_chars(source) <= INLINE_RENDER_CHARS
@@ -89,19 +122,21 @@ class Vocabulary:
             missing = missing.difference(fresh)
         if sum(map(len, missing)) > INLINE_ENCODE_CHARS:
             return None
-        self.num_inline += 1
         return {**fresh, **self._encode_all(missing)}
 
     def _joined(
         self, source: PromptSource, pieces: list[str], found: list[bytes | None], fresh: dict[str, bytes]
     ) -> bytes:  # fmt: skip
         """All ids, with what the tokenizer adds before and after, where it does."""
-        for piece, packed in fresh.items():
-            self.cache.put(piece, packed)
-        ids = b"".join(fresh[piece] if old is None else old for piece, old in zip(pieces, found, strict=True))
+        ids = self._together(pieces, found, fresh)
         if self._around is None or not _adds_special_tokens(source):
             return ids
         return self._around[0] + ids + self._around[1]
+
+    def _together(self, pieces: list[str], found: list[bytes | None], fresh: dict[str, bytes]) -> bytes:
+        for piece, packed in fresh.items():
+            self.cache.put(piece, packed)
+        return b"".join([fresh[piece] if old is None else old for piece, old in zip(pieces, found, strict=True)])
 
     async def _hop(self, pool: Executor, work: Callable[[], T]) -> T:
         self.num_threaded += 1

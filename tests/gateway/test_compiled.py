@@ -33,6 +33,8 @@ TESTS = (
     "gateway/test_straight.py",
     "gateway/test_upstream.py",
     "gateway/prefix/test_keys.py",
+    "gateway/prefix/test_known.py",
+    "gateway/prefix/test_turns.py",
     "gateway/prefix/test_service.py",
     "gateway/tenancy/test_limits.py",
     "gateway/tenancy/test_live.py",

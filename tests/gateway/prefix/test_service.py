@@ -18,6 +18,7 @@ from policies.types import ReplicaId
 from tests.support.tiny_tokenizer import CHATML, tiny_bundle
 
 A, B, C = ReplicaId("a"), ReplicaId("b"), ReplicaId("c")
+COUNTS = CHATML + "{{ messages | length }}"  # only jinja2 can render it
 WORDS = ["the", "quick", "brown", "fox", "over", "a", "dog", "<s>", "<think>", "Größe", "日本語", "🙂", "cache", "0123"]
 
 
@@ -194,7 +195,7 @@ async def test_a_known_prompt_needs_no_thread(service: PrefixService) -> None:
 
 async def test_a_slow_template_moves_to_a_thread(service: PrefixService, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(vocabulary, "SLOW_RENDER_S", 0.0)  # any template is slow then, on any machine
-    tokens = await service.register(A, "m", tiny_bundle(), 4)
+    tokens = await service.register(A, "m", tiny_bundle(COUNTS), 4)
     for _ in range(2):
         assert await service.chains(chat("x"), [tokens.key_space])
     assert service.stats().num_threaded == 1
@@ -203,7 +204,7 @@ async def test_a_slow_template_moves_to_a_thread(service: PrefixService, monkeyp
 async def test_a_machine_that_is_busy_does_not_make_a_template_slow(
     service: PrefixService, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tokens = await service.register(A, "m", tiny_bundle(), 4)
+    tokens = await service.register(A, "m", tiny_bundle(COUNTS), 4)
     [built] = service._vocabularies.values()
     pieces, away_s = built.result()._pieces, 2 * vocabulary.SLOW_RENDER_S
 

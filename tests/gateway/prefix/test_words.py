@@ -84,7 +84,7 @@ def known(cut: str, normalizer: bool = False) -> tuple[Splitter, Words]:
 
 @pytest.mark.parametrize("normalizer", [False, True])
 @pytest.mark.parametrize("cut", CUTS)
-@settings(max_examples=150)
+@settings(max_examples=150, deadline=None)
 @given(text=TEXTS, heads=st.lists(st.sampled_from(SPECIAL), max_size=2))
 def test_words_have_the_ids_of_the_text(cut: str, normalizer: bool, text: str, heads: list[str]) -> None:
     splitter, words = known(cut, normalizer)
