@@ -112,6 +112,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         *("--block-size", str(BLOCK_SIZE), "--max-num-batched-tokens", str(options.token_budget)),
         *("--threads", str(options.threads), "--kv-cache-memory", options.kv_cache_memory),
         *("--max-model-len", str(options.max_model_len), "--max-num-seqs", str(options.max_num_seqs)),
+        *("--partial-hits", "off"),  # the simulator's prompts are made of whole blocks
         *shlex.split(options.worker_args),
     )
     try:
