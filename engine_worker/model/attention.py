@@ -76,11 +76,16 @@ class AttentionBackend(Protocol):
 
 @dataclass(slots=True)
 class StepContext:
-    """What the attention of one forward needs to know. `calls` records the layers in the order they were called."""
+    """What the attention of one forward needs to know. `calls` records the layers in the order they were called.
+
+    `needed` are the pack positions [n] whose hidden states will be read, ascending; the others' may come out as
+    anything. None: all will be.
+    """
 
     backend: AttentionBackend
     batch: PackedBatch
     kv: KVTensors
+    needed: torch.Tensor | None = None
     calls: list[int] = field(default_factory=list)
 
 

@@ -5,6 +5,9 @@ nothing of the interpreter in the processor's caches. So where every layer is fu
 than embed, run its layers one after the other and normalise, the model's `forward` is swapped for just that. Whether it
 does no more is tried, as for each layer: the result and all keys and values must be those of the model's own code.
 
+In the last layer only keys and values are needed of every token. The rest of it is computed for those positions alone
+whose results will be read (`StepContext.needed`): in a prefill, where that is one, a layer less.
+
 Only models whose layers all see the plain causal mask and the same rotation are taken. Others go on layer by layer.
 """
 
@@ -58,7 +61,10 @@ class FusedStack:
         return own(*args, **kwargs)
 
     def run(self, kwargs: dict[str, Any], context: StepContext) -> Tensor | None:
-        """Normalised hidden states [1, T, H], or None where these arguments are not for the kernels."""
+        """Normalised hidden states [1, T, H], or None where these arguments are not for the kernels.
+
+        Only those of the positions that the context needs are the model's.
+        """
         ids, positions, batch = kwargs.get("input_ids"), kwargs.get("position_ids"), context.batch
         if ids is None or positions is None or not self._bind(context.kv):
             return None
@@ -82,6 +88,8 @@ class FusedStack:
             address(sin),
             batch.slots.data_ptr(),
             batch.num_tokens,
+            address(context.needed),
+            -1 if context.needed is None else len(context.needed),
             torch.get_num_threads(),
         )
         context.kv.written(self._numbers[-1], batch.slots, bool(is_finite))
@@ -118,15 +126,19 @@ def fuse_stack(
         return False
     seen = trial.seen[base]
     stack = FusedStack(base, norm, list(layers.values()), backend)
-    try:
-        with trial.again(backend) as context:
-            out = stack.run(seen.kwargs, context)
-    except TypeError:  # its rotation wants to know more
-        return False
-    if out is None or not close(out, seen.output.last_hidden_state):
-        return False
-    if not all(trial.has_stored_alike(layer.parts.layer, context.kv) for layer in layers.values()):
-        return False
+    expected = seen.output.last_hidden_state
+    for needed in (None, torch.arange(1, expected.shape[1], 4)):
+        try:
+            with trial.again(backend) as context:
+                context.needed = needed
+                out = stack.run(seen.kwargs, context)
+        except TypeError:  # its rotation wants to know more
+            return False
+        rows = slice(None) if needed is None else needed
+        if out is None or not close(out[:, rows], expected[:, rows]):
+            return False
+        if not all(trial.has_stored_alike(layer.parts.layer, context.kv) for layer in layers.values()):
+            return False
     base.forward = stack.forward  # type: ignore[method-assign]
     return True
 

@@ -38,7 +38,8 @@ class PackedModel:
         """
         if keep and self.graphs is not None and self.graphs.fits(batch):
             return self.graphs.run(batch, to_device(keep, self.device))
-        return self._run(batch, to_device(keep, self.device) if keep else None)
+        needed = None if len(keep) >= batch.num_tokens else torch.tensor(sorted(set(keep)), dtype=torch.int64)
+        return self._run(batch, to_device(keep, self.device) if keep else None, needed)
 
     @torch.inference_mode()
     def forward_all(self, batch: PackedBatch) -> torch.Tensor:
@@ -47,9 +48,11 @@ class PackedModel:
         assert logits is not None
         return logits
 
-    def _run(self, batch: PackedBatch, keep: torch.Tensor | int | None) -> torch.Tensor | None:
-        """`keep` as transformers takes it (0 for all); None leaves out the LM head."""
-        context = StepContext(self.backend, batch, self.kv)
+    def _run(
+        self, batch: PackedBatch, keep: torch.Tensor | int | None, needed: torch.Tensor | None = None
+    ) -> torch.Tensor | None:
+        """`keep` as transformers takes it (0 for all); None leaves out the LM head. `needed` as StepContext says."""
+        context = StepContext(self.backend, batch, self.kv, needed)
         inputs = {
             "input_ids": batch.input_ids,
             "position_ids": batch.position_ids,

@@ -12,7 +12,7 @@ from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 
 from engine_worker.model.native import build
 
-_ABI = 4
+_ABI = 5
 
 
 class WeightStruct(ctypes.Structure):
@@ -53,7 +53,7 @@ class AttentionStruct(ctypes.Structure):
 
 
 class LayerStruct(ctypes.Structure):
-    """kernels.cpp's Layer."""
+    """layer.h's Layer."""
 
     _fields_ = (
         *((name, WeightStruct) for name in ("qkv", "out", "gate_up", "down")),
@@ -106,6 +106,8 @@ class Library:
             number,
             POINTER(AttentionStruct),
             *[pointer] * 4,
+            number,
+            pointer,
             number,
             number,
             returns=c_int64,

@@ -38,6 +38,18 @@ INLINE const uint16_t* group_scales(const Weight& w, int64_t panel) {
   return (const uint16_t*)w.scales + panel * groups_of(w) * 2 * PANEL;
 }
 
+// The weight's columns from a panel's first up to `rows`, as a weight of its own.
+INLINE Weight part_of(const Weight& w, int64_t panel, int64_t rows) {
+  Weight part = w;
+  const int64_t lines = panel * w.cols * PANEL;  // numbers before it
+  part.data = (const char*)w.data + (w.kind == F32 ? lines * 4 : w.kind == I8 ? lines : lines / 2);
+  if (w.kind == I8) part.scales = (const float*)w.scales + panel * PANEL;
+  if (w.kind == I4) part.scales = group_scales(w, panel);
+  if (w.bias) part.bias = w.bias + panel * PANEL;
+  part.rows = rows - panel * PANEL;
+  return part;
+}
+
 // How much of K is summed at once: equal parts, of whole groups in 4 bits.
 INLINE int64_t block_length(const Weight& w) {
   const int64_t step = w.kind == I4 ? w.group : 4, blocks = (w.cols + BLOCK - 1) / BLOCK;
