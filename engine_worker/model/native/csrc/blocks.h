@@ -36,19 +36,19 @@ struct RegisterTile {
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) acc[r][0] = acc[r][1] = fill(0);
   }
-  MEMBER void step(const float* a, const float* w) {
+  MEMBER void step(const float* a, const float* w, int64_t stride = 1) {
     H w0 = load_register(w), w1 = load_register(w + LANES);
 #pragma GCC unroll 16
     for (int r = 0; r < R; r++) {
-      H x = fill(a[r]);
+      H x = fill(a[r * stride]);
       acc[r][0] = fma(x, w0, acc[r][0]);
       acc[r][1] = fma(x, w1, acc[r][1]);
     }
   }
-  // to [R, PANEL]
-  MEMBER void put(float* to, bool add) {
+  // to [R, ..], row pitch `pitch`
+  MEMBER void put(float* to, bool add, int64_t pitch = PANEL) {
 #pragma GCC unroll 16
-    for (int r = 0; r < R; r++, to += PANEL) {
+    for (int r = 0; r < R; r++, to += pitch) {
       if (add) acc[r][0] = load_register(to) + acc[r][0], acc[r][1] = load_register(to + LANES) + acc[r][1];
       store(to, acc[r][0]), store(to + LANES, acc[r][1]);
     }
