@@ -23,6 +23,13 @@ float32 can be faster than the last line of each part. The machine was shared: d
     here, int4                2.2   2.9   5.7   9.6  14.3  26.6  49.0  93.9   363
     limit, float32            4.2   4.2   4.2   5.2  10.4  20.8  41.5  83.0   332
 
+An older processor (AMD Zen 4, 29 GB/s, 108 GFLOP/s either way) needs for the same in float32, with its limit:
+
+    rows                        1     2     4     8    16    32    64
+    here, AVX-512             6.0   5.6   6.2   6.6  12.8  26.2  51.7
+    here, AVX2                5.7   8.2   7.9   7.7  13.6  27.6  55.1
+    limit                     5.6   5.6   5.6   6.3  12.6  25.2  50.4
+
 So float32 needs one copy where oneDNN needs two, and no more time; parts can be joined, and run within a fused
 layer. Narrow weights take a quarter (int8) or a sixth (int4 with its scales) of the memory that is read at each step
 of decoding, hence their gain at few rows; with many rows all are bound by the same float32 arithmetic. What they cost
