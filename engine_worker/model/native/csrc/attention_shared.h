@@ -2,7 +2,7 @@
 //
 // Alone, a decoding request reads its whole context for the few query heads of a key head. Requests behind one prefix
 // read the same memory again and again, and take dot products where a matrix product would do. So their queries become
-// the rows of one: each chunk of shared keys is turned once, as in prefill, and the register tiles of matmul.h do the
+// the rows of one: each chunk of shared keys is turned once, as in prefill, and the register tiles of blocks.h do the
 // rest. What comes out, a running softmax (peak, total and weighted sums) of every row, is what each request then goes on
 // from over the blocks of its own. Merging partial softmaxes this way is exact; Hydragen and ChunkAttention split
 // attention like that, and FlashInfer calls it cascade attention.
@@ -80,7 +80,7 @@ static void find_groups(const Attention& c, Sharing& found) {
 static void pack_queries(const Attention& c, const Sharing& sharing, const Group& group, int64_t head_lo, int64_t num,
                          float* out) {
   const int64_t heads = c.q_heads / c.kv_heads, dk = c.key_dim;
-  const Tiles tiles(group.count * heads, MAX_ROWS);
+  const Tiles tiles(group.count * heads, TILE_ROWS);
   float* lines = scratch(7, tiles.rows * dk);
   for (int64_t h = 0; h < num; h++, out += tiles.rows * dk) {
     for (int64_t m = 0; m < group.count; m++) {
@@ -98,10 +98,10 @@ template <int KEY, int VALUE>
 static void attend_shared(const Attention& c, Sharing& sharing, const Group& group, int64_t head_lo, int64_t head_hi) {
   const int64_t heads = c.q_heads / c.kv_heads, rows = group.count * heads, dk = c.key_dim, dv = c.value_dim;
   const int64_t wide = (dv + PANEL - 1) / PANEL * PANEL, num = head_hi - head_lo;
-  const Tiles tiles(rows, MAX_ROWS);
+  const Tiles tiles(rows, TILE_ROWS);
   float *queries = scratch(2, num * rows * dk), *sums = scratch(3, num * rows * wide);
   float *keys = scratch(4, KEYS * dk), *values = scratch(5, KEYS * wide);
-  float *states = scratch(6, num * rows * 2), *scores = scratch(9, MAX_ROWS * KEYS);
+  float *states = scratch(6, num * rows * 2), *scores = scratch(9, TILE_ROWS * KEYS);
   const Stream key_stream = keys_of(c), value_stream = values_of(c);
   std::fill(sums, sums + num * rows * wide, 0.0f);
   for (int64_t i = 0; i < num * rows; i++) states[2 * i] = -INFINITY, states[2 * i + 1] = 0;
@@ -117,9 +117,9 @@ static void attend_shared(const Attention& c, Sharing& sharing, const Group& gro
         const int64_t r0 = tiles.first(t), height = tiles.height(t);
         const int64_t at = h * rows + r0;
         float *q = queries + at * dk, *acc = sums + at * wide, *state = states + at * 2;
-        const Product score = pick_product<MAX_ROWS, false>((int)height);
-        const Product add = pick_product<MAX_ROWS, true>((int)height);
-        for (int64_t p = 0; p * PANEL < n; p++) score(q, keys + p * dk * PANEL, dk, scores + p * PANEL, KEYS);
+        const Product score = pick_product<TILE_ROWS, false>(height), add = pick_product<TILE_ROWS, true>(height);
+        for (int64_t j = 0; j < n; j += SLICE)
+          score(q, keys + j / PANEL * dk * PANEL + j % PANEL, dk, scores + j, KEYS);
         for (int64_t r = 0; r < height; r++) {
           for (int64_t j = n + more * (r0 + r) / rows; j < n + more * (r0 + r + 1) / rows; j++)  // spread: bursts stall
             key_stream.ask<2>(places[j] + head_lo + h), value_stream.ask<2>(places[j] + head_lo + h);
@@ -128,7 +128,8 @@ static void attend_shared(const Attention& c, Sharing& sharing, const Group& gro
           if (shrink == 1) continue;
           for (int64_t i = 0; i < wide; i++) acc[r * wide + i] *= shrink;
         }
-        for (int64_t p = 0; p * PANEL < wide; p++) add(scores, values + p * KEYS * PANEL, n, acc + p * PANEL, wide);
+        for (int64_t i = 0; i < wide; i += SLICE)
+          add(scores, values + i / PANEL * KEYS * PANEL + i % PANEL, n, acc + i, wide);
       }
     }
   }
