@@ -25,7 +25,7 @@ from loadtest.ending import interrupted_by_signals
 from loadtest.options import Parser, above_zero, count, from_zero, share, whole
 from loadtest.sim.gpus import TOKEN_BUDGET, parse_fleet
 from loadtest.sim.pooled import NAME as POOLED
-from loadtest.sim.report import BASELINE, OWN_PACE, objects, show, write_json
+from loadtest.sim.report import BASELINE, OWN_PACE, check_json, objects, show, write_json
 from loadtest.sim.runs import Outcome, Task, run_all
 from loadtest.sim.search import highest_rate
 from loadtest.sim.setup import Conditions, Fleet, Load, Objective, Setup
@@ -41,6 +41,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(stderr=True)
     interrupted_by_signals()
     try:
+        check_json(options.json)
         outcomes, label_name = simulate(options, console)
         title = f"{options.trace.name}, {_fleet_title(options)}"
         show(table_console(), outcomes, title, label_name)

@@ -25,7 +25,7 @@ from loadtest.ending import interrupted_by_signals
 from loadtest.options import Parser, count
 from loadtest.sim.cli import bounded_policy, check_policies, run_with_bar, table_console
 from loadtest.sim.gpus import gpu_named
-from loadtest.sim.report import objects, show, write_json
+from loadtest.sim.report import check_json, objects, show, write_json
 from loadtest.sim.runs import Outcome, Task
 from loadtest.sim.setup import Fleet, Load, Setup
 
@@ -67,6 +67,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     console = Console(stderr=True)
     interrupted_by_signals()
     try:
+        check_json(options.json)
         policies = check_policies(options.policies)
         names = options.scenarios.split(",")
         unknown = [name for name in names if name not in SCENARIOS]

@@ -149,6 +149,12 @@ def objects(outcomes: Sequence[Outcome], label_name: str) -> list[dict[str, Any]
     return found
 
 
+def check_json(path: Path | None) -> None:
+    """Before the work, not after it. Raises ValueError where `--json` can't be written as a file."""
+    if path is not None and path.is_dir():
+        raise ValueError(f"--json {path} is a folder: name a file in it")
+
+
 def write_json(path: Path, rows: list[dict[str, Any]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     path.write_text(json.dumps(rows, indent=1) + "\n", "utf-8")

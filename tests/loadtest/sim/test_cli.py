@@ -148,6 +148,7 @@ def test_without_a_load_the_table_is_headed_by_what_is_played(
         (("--blocks", "x"), "--blocks x: numbers separated by commas"),
         (("--gpu", "h100:2,l4:1", "--blocks", "1,2,3"), "one for each kind"),
         (("--blocks", "2"), "too small for this trace"),
+        (("--json", "."), "--json . is a folder: name a file in it"),
         (("--rate", "-1"), "--rate -1: every number must be more than 0"),
         (("--rate", "0"), "--rate 0: every number must be more than 0"),
         (("--rate", "1,nan"), "--rate 1,nan: every number must be more than 0"),
