@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 
+import hypothesis
 import pytest
 
 # Triton decides at its first import whether kernels are compiled or interpreted, and transformers imports it. Tests
@@ -16,6 +17,11 @@ os.environ.setdefault("TRITON_INTERPRET", "1")
 for _number in (signal.SIGHUP, signal.SIGINT):
     if signal.getsignal(_number) is signal.SIG_IGN:
         signal.signal(_number, lambda *_: None)
+
+
+# No test asserts a time: on a busy machine an example takes longer than hypothesis's 200 ms, or data are slow to make.
+hypothesis.settings.register_profile("warmgate", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
+hypothesis.settings.load_profile("warmgate")
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
