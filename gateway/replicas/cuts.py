@@ -37,8 +37,17 @@ class _Tokens(msgspec.Struct, frozen=True):
     tokens: list[int]
 
 
+class _RefusalError(msgspec.Struct, frozen=True):
+    code: str | int | None = None
+    param: str | None = None
+
+
+class _Refusal(msgspec.Struct, frozen=True):
+    error: _RefusalError
+
+
 class _NoTokenize(Exception):
-    """The replica has no endpoint that tokenizes as vLLM's does."""
+    """The replica can't be asked how it tokenizes; the message says why, as the rest of a sentence about it."""
 
 
 class TokenizerFolderError(Exception):
@@ -73,7 +82,7 @@ class CutMaker:
         except ValueError as error:
             _log.warning("replica %s is served in text mode: %s", replica.replica_id, error)
             return await self.text(replica, report)
-        mismatch = await self._parity(replica, client, _model(report))
+        mismatch = await self._parity(replica, client, _asked(report))
         if mismatch is not None:
             self._metrics.parity_mismatch(replica.replica_id)
             _log.warning("replica %s is served in text mode: %s", replica.replica_id, mismatch)
@@ -85,8 +94,10 @@ class CutMaker:
 
         async def tokenize(body: dict[str, Any]) -> Sequence[int] | None:
             response = await client.post("/tokenize", body, timeout_s=_TOKENIZE_S)
+            if response.status_code == 404 and _names_the_model(response.content):
+                raise _NoTokenize(f"doesn't know its own model {model!r} in /tokenize")
             if response.status_code in (404, 405, 501):
-                raise _NoTokenize
+                raise _NoTokenize("has no /tokenize like vLLM's")
             if 400 <= response.status_code < 500:
                 return None
             if response.status_code >= 300:
@@ -95,12 +106,12 @@ class CutMaker:
                 return msgspec.json.decode(response.content, type=_Tokens).tokens
             except msgspec.DecodeError as error:
                 # Another endpoint of that name: it will answer so at every poll, and a replica must not wait for it.
-                raise _NoTokenize from error
+                raise _NoTokenize("has no /tokenize like vLLM's") from error
 
         try:
             parity = await check_parity(self._prefix, replica.replica_id, model, tokenize)
-        except _NoTokenize:
-            _log.warning("replica %s has no /tokenize like vLLM's: its tokenizer is taken on trust", replica.replica_id)
+        except _NoTokenize as why:
+            _log.warning("replica %s %s: its tokenizer is taken on trust", replica.replica_id, why)
             return None
         if parity.mismatch is None and parity.tools_mismatch is not None:
             _log.warning("replica %s: %s; such prompts are routed less well", replica.replica_id, parity.tools_mismatch)
@@ -170,7 +181,22 @@ class CutMaker:
 
 
 def _model(report: Report) -> str:
+    """The model that it is, whatever the replica serves it as."""
     return report.base_model or min(report.models)
+
+
+def _asked(report: Report) -> str:
+    """The name to ask it by: the base model is loaded under one name and may be served under others only."""
+    return report.base_model if report.base_model in report.models else min(report.models)
+
+
+def _names_the_model(body: bytes) -> bool:
+    """Whether a 404 speaks of the model in its body, and not of the path: an error of OpenAI's shape."""
+    try:
+        error = msgspec.json.decode(body, type=_Refusal).error
+    except msgspec.DecodeError:
+        return False
+    return error.code == "model_not_found" or error.param == "model"
 
 
 def read_bundle(folder: Path) -> TokenizerBundle:

@@ -58,6 +58,8 @@ def client_of(answers: Answers) -> ControlClient:
             answer = answer(request)
         if isinstance(answer, Exception):
             raise answer
+        if isinstance(answer, httpx.Response):
+            return answer
         if isinstance(answer, int):
             return httpx.Response(answer)
         if isinstance(answer, str):
@@ -286,6 +288,31 @@ async def test_a_replica_without_tokenize_is_taken_on_trust(caplog, tokenize):
         await until(lambda: fleet.replica.joined)
         assert fleet.replica.key_mode == "token"
         assert "on trust" in caplog.text
+
+
+async def test_a_worker_under_another_name_is_asked_by_a_name_that_it_serves(caplog):
+    answers = worker_with_tokenizer()
+    tokenize, asked = answers["/tokenize"], set()
+
+    def strict(request: httpx.Request) -> object:
+        asked.add(json.loads(request.content)["model"])
+        return tokenize(request)
+
+    state_of_mini = state(served_models=["mini", "tiny"])
+    async with Fleet({**answers, "/internal/state": state_of_mini, "/tokenize": strict}) as fleet:
+        await until(lambda: fleet.replica.joined)
+        assert fleet.replica.key_mode == "token"
+    assert asked == {"mini"}
+    assert "on trust" not in caplog.text
+
+
+@pytest.mark.parametrize("error", [{"code": "model_not_found"}, {"code": 404, "param": "model"}])
+async def test_a_refusal_of_the_model_is_not_taken_for_a_missing_endpoint(caplog, error):
+    refusal = httpx.Response(404, json={"error": {"message": "no such model", **error}})
+    async with Fleet({**worker_with_tokenizer(), "/tokenize": lambda request: refusal}) as fleet:
+        await until(lambda: fleet.replica.joined)
+    assert "doesn't know its own model 'm' in /tokenize: its tokenizer is taken on trust" in caplog.text
+    assert "has no /tokenize" not in caplog.text
 
 
 async def test_a_replica_whose_tokenize_fails_is_asked_again():
