@@ -198,7 +198,7 @@ class Answer:
             return
         headers: Headers = [_JSON]
         if error.retry_after_s is not None:
-            headers.append((b"retry-after", b"%d" % max(1, round(error.retry_after_s))))
+            headers.append((b"retry-after", b"%d" % max(1, math.ceil(error.retry_after_s))))
         if error.should_retry is not None:
             headers.append((b"x-should-retry", b"true" if error.should_retry else b"false"))
         if error.status in (408, 413, 415):

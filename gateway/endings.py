@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import math
 import time
 
 from engine_worker.contract.errors import ApiError
@@ -38,7 +39,7 @@ async def give_up(exchange: Exchange, failure: Failure, step: GiveUp, idle_s: fl
     exchange.ended(EndState.REJECTED, failure.status, failure.log_text)
     headers: Headers = [(b"content-type", failure.content_type.encode("latin-1"))]
     if step.retry_after_s is not None:
-        headers.append((b"retry-after", b"%d" % max(1, round(step.retry_after_s))))
+        headers.append((b"retry-after", b"%d" % max(1, math.ceil(step.retry_after_s))))
     exchange.guard.enter(Interrupt.CLIENT_STALLED, idle_s)
     await exchange.answer.whole(failure.status, headers, failure.body)
 

@@ -7,6 +7,7 @@ stream. A client that has gone raises ClientGone, which is nobody's failure.
 from __future__ import annotations
 
 import asyncio
+import math
 import re
 import uuid
 from collections.abc import Awaitable, Callable, Iterable
@@ -151,7 +152,7 @@ class Exchange:
         """Answer with an error. Only before the start."""
         more = list(headers)
         if error.retry_after_s is not None:
-            more.append((b"retry-after", str(max(1, round(error.retry_after_s))).encode()))
+            more.append((b"retry-after", str(max(1, math.ceil(error.retry_after_s))).encode()))
         if not self._leaves_much_unread:
             await self.respond(error.status, error.body(), more)
             return

@@ -9,6 +9,7 @@ from typing import Any
 import httpx
 import pytest
 
+from gateway.answer import Answer
 from gateway.app import create_app
 from gateway.config import ConfigError, GatewaySettings, load_settings
 from gateway.openai.parse import parse_request
@@ -105,6 +106,18 @@ def test_what_a_request_may_need_is_estimated() -> None:
     image = {"type": "image_url", "image_url": {"url": "data:image/png;base64," + "A" * 1_000_000}}
     messages = [{"role": "user", "content": [{"type": "text", "text": "x" * 400}, image]}]
     assert 1000 < estimate(parsed(messages=messages))[0] < 2000
+
+
+@pytest.mark.parametrize(("wait_s", "seconds"), [(0.02, 1), (1.0, 1), (4.1, 5), (4.9, 5), (60.01, 61)])
+async def test_who_sleeps_as_long_as_retry_after_says_is_never_early(wait_s: float, seconds: int) -> None:
+    sent: list[Any] = []
+
+    async def send(message: Any) -> None:
+        sent.append(message)
+
+    answer = Answer({"type": "http"}, send)
+    await answer.error(refusal(Denied(Limit.TOKENS, "key a", 10, 9, 5, wait_s)))
+    assert dict(sent[0]["headers"])[b"retry-after"] == b"%d" % seconds
 
 
 def test_only_what_becomes_prompt_is_estimated() -> None:
