@@ -147,17 +147,31 @@ def replay(context: typer.Context) -> None:
 def advise(
     url: Annotated[str, typer.Option(help="The gateway to ask.")] = "http://127.0.0.1:8000",
 ) -> None:
-    """Say whether another policy would pay for the traffic of a running gateway (its setting: shadow_policies)."""
+    """Say whether another policy would pay for the traffic of a running gateway (its setting: shadow_policies).
+
+    A gateway with API keys tells it on its own machine, and elsewhere to whoever has WARMGATE_SECRET set as it has.
+    """
     import httpx
 
+    secret = os.environ.get("WARMGATE_SECRET", "").strip()
+    headers = {b"x-warmgate-secret": secret.encode()} if secret else {}
     try:
-        answer = httpx.get(f"{url.rstrip('/')}/advice", timeout=10.0, trust_env=False).raise_for_status().json()
-        sentences = [str(sentence) for sentence in answer["sentences"]]
+        answer = httpx.get(f"{_gateway_url(url)}/advice", headers=headers, timeout=10.0, trust_env=False)
+        if answer.status_code == 401:
+            which = "has another secret than WARMGATE_SECRET here" if secret else "wants the secret"
+            raise UserError(f"{url} {which}: set WARMGATE_SECRET as the gateway has it")
+        sentences = [str(sentence) for sentence in answer.raise_for_status().json()["sentences"]]
     except (httpx.HTTPError, httpx.InvalidURL, ValueError, KeyError, TypeError) as error:
         why = f"it answered {error.response.status_code}" if isinstance(error, httpx.HTTPStatusError) else error
         raise UserError(f"{url} gives no advice ({why}): is a gateway running there? Name it with --url") from None
     for sentence in sentences:
         typer.echo(sentence)
+
+
+def _gateway_url(url: str) -> str:
+    """From what people have at hand: without a scheme, or with the /v1 that clients want."""
+    url = url.strip() if "://" in url else f"http://{url.strip()}"
+    return url.rstrip("/").removesuffix("/v1")
 
 
 @app.command()

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import re
 import signal
 import subprocess
 import sys
+import threading
+from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
 import typer
+from typer.testing import CliRunner
 
 from gateway.cli import UserError, _become, _setting_flags, app
 from gateway.config import GatewaySettings
@@ -90,6 +95,53 @@ def test_advise_says_in_a_sentence_that_somebody_else_answers() -> None:
     assert done.returncode == 2
     [line] = done.stderr.splitlines()
     assert "gives no advice (it answered 404): is a gateway running there?" in line
+
+
+class _Guarded(BaseHTTPRequestHandler):
+    """Tells its advice to whoever has the secret, and to nobody under another path."""
+
+    def do_GET(self) -> None:
+        known = self.headers.get("x-warmgate-secret") == "s3cret"
+        status = 404 if self.path != "/advice" else 200 if known else 401
+        body = json.dumps({"sentences": ["Stay with warm."]}).encode()
+        self.send_response(status)
+        self.send_header("content-length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def log_message(self, format: str, *args: object) -> None:
+        pass
+
+
+@pytest.fixture
+def guarded() -> Iterator[str]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), _Guarded)
+    thread = threading.Thread(target=server.serve_forever)
+    thread.start()
+    yield f"127.0.0.1:{server.server_port}"
+    server.shutdown()
+    thread.join()
+    server.server_close()
+
+
+@pytest.mark.parametrize("address", ["http://{}", "http://{}/", "http://{}/v1", "{}", "{}/v1/"])
+def test_advise_sends_the_secret_to_any_spelling_of_the_address(
+    guarded: str, address: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WARMGATE_SECRET", "s3cret")
+    told = CliRunner().invoke(app, ["advise", "--url", address.format(guarded)])
+    assert (told.exit_code, told.stdout) == (0, "Stay with warm.\n")
+
+
+@pytest.mark.parametrize(("secret", "words"), [("", "wants the secret"), ("other", "has another secret")])
+def test_advise_that_is_refused_says_what_to_set(
+    guarded: str, secret: str, words: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("WARMGATE_SECRET", secret)
+    told = CliRunner().invoke(app, ["advise", "--url", guarded])
+    assert isinstance(told.exception, UserError)
+    assert words in str(told.exception)
+    assert "set WARMGATE_SECRET as the gateway has it" in str(told.exception)
 
 
 def test_a_second_signal_ends_serve_at_once_and_without_a_traceback() -> None:
