@@ -6,6 +6,7 @@ import difflib
 import importlib.util
 import os
 import re
+import shlex
 import socket
 import subprocess
 import sys
@@ -58,15 +59,28 @@ def check_extra(extra: str, who: str) -> None:
         )
 
 
-def check_gateway(options: UpOptions) -> None:
-    """Its settings, from wherever they come, as `warmgate serve` would find them."""
+def gateway_settings(options: UpOptions) -> GatewaySettings:
+    """Its settings, from wherever they come, as `warmgate serve` would find them. Raises CannotStart."""
     given = {"host": options.host, "port": options.port, **options.gateway_settings}
     try:
-        settings = load_settings(given, options.gateway_config)
+        return load_settings(given, options.gateway_config)
     except ConfigError as error:
         raise CannotStart(f"The gateway can't start: {error}") from None
-    if (problem := openness.problem(settings)) is not None:
+
+
+def check_gateway(options: UpOptions) -> None:
+    if (problem := openness.problem(gateway_settings(options))) is not None:
         raise CannotStart(f"The gateway can't start: {problem}")
+
+
+def key_command(settings: GatewaySettings) -> str:
+    """What makes an API key for a gateway with these settings, as a shell line; "" where it wants none."""
+    is_module = sys.argv[0].endswith(".py")  # python -m
+    me = shlex.join([sys.executable, "-m", "gateway.cli"] if is_module else [sys.argv[0]])
+    command = f"{me} keys create --tenant me"
+    if settings.keys_redis:
+        return f"{command} --keys-redis --fleet {shlex.quote(settings.fleet)}"
+    return f"{command} --keys-file {shlex.quote(str(settings.keys_file))}" if settings.keys_file is not None else ""
 
 
 def check_policy(name: str) -> None:

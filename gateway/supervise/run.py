@@ -126,7 +126,8 @@ class Driver:
         self._screen.settle()
         gateway = next(spec for spec in self._specs.values() if spec.role is Role.GATEWAY)
         options = self._options
-        self._screen.verbatim(ready_message(gateway.url, self._model, options.num_workers, options.policy))
+        make_key = preflight.key_command(preflight.gateway_settings(options))
+        self._screen.verbatim(ready_message(gateway.url, self._model, options.num_workers, options.policy, make_key))
 
     def _kill_everything(self) -> None:
         for process in self._processes.values():

@@ -81,22 +81,30 @@ class Screen:
         return table
 
 
-def ready_message(base_url: str, model: str, num_workers: int, policy: str) -> str:
-    """How to call it, to be pasted as it stands: a shell line and Python for a script or a prompt."""
+def ready_message(base_url: str, model: str, num_workers: int, policy: str, make_key: str = "") -> str:
+    """How to call it, to be pasted as it stands: a shell line and Python for a script or a prompt.
+
+    `make_key` is the command that makes an API key, where callers need one: the lines then take it from $KEY.
+    """
     body = json.dumps(
         {"model": model, "messages": [{"role": "user", "content": "What is a KV cache?"}], "max_tokens": 48}
     )
+    plural = "" if num_workers == 1 else "s"
+    header = ' -H "Authorization: Bearer $KEY"' if make_key else ""
+    own_key = "It wants an API key. One that you have does: export KEY=...; this makes another:\n\n"
+    key = f"\n{own_key}export KEY=$({make_key})\n" if make_key else ""
+    imports, api_key = ("import os\n", 'os.environ["KEY"]') if make_key else ("", '"unused"')
     return f"""
-Warmgate is ready at {base_url}/v1 (model {model}, {num_workers} workers, policy {policy}).
-
+Warmgate is ready at {base_url}/v1 (model {model}, {num_workers} worker{plural}, policy {policy}).
+{key}
 In a shell:
 
-curl -i {base_url}/v1/chat/completions -H 'content-type: application/json' -d {shlex.quote(body)}
+curl -i {base_url}/v1/chat/completions{header} -H 'content-type: application/json' -d {shlex.quote(body)}
 
 In Python (pip install openai):
 
-from openai import OpenAI
-client = OpenAI(base_url="{base_url}/v1", api_key="unused")
+{imports}from openai import OpenAI
+client = OpenAI(base_url="{base_url}/v1", api_key={api_key})
 answer = client.chat.completions.with_raw_response.create(
     model={json.dumps(model)},
     messages=[{{"role": "user", "content": "What is a KV cache?"}}],

@@ -14,7 +14,10 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from typer.testing import CliRunner
 
+from gateway.cli import app
+from gateway.config import GatewaySettings
 from gateway.supervise import plan, preflight
 from gateway.supervise.machine import RUNNING, AllReady, ChildState, RestartRules, Role, Say, Signal, Start, Supervisor
 from gateway.supervise.plan import UpOptions
@@ -287,6 +290,33 @@ class TestPlan:
     @pytest.mark.parametrize(("host", "url"), [("0.0.0.0", "http://127.0.0.1:1"), ("::", "http://[::1]:1")])
     def test_a_wildcard_address_is_called_on_loopback(self, host: str, url: str) -> None:
         assert plan.children(UpOptions(host=host, port=1))[-1].url == url
+
+
+def test_with_keys_the_printed_lines_carry_one_and_say_how_to_make_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("sys.argv", ["warmgate"])
+    options = UpOptions(gateway_settings={"keys_file": str(tmp_path / "the keys.json")})
+    make_key = preflight.key_command(preflight.gateway_settings(options))
+    message = ready_message("http://127.0.0.1:8000", "demo", 1, "warm", make_key)
+    assert "(model demo, 1 worker, policy warm)" in message
+    [export] = [line for line in message.splitlines() if line.startswith("export ")]
+    command = shlex.split(export.removeprefix("export KEY=$(").removesuffix(")"))
+    done = CliRunner().invoke(app, command[1:])
+    assert done.exit_code == 0
+    assert (tmp_path / "the keys.json").exists()
+    [curl] = [line for line in message.splitlines() if line.startswith("curl ")]
+    assert ' -H "Authorization: Bearer $KEY"' in curl
+    snippet = message[message.index("import os") : message.index("\n\nCtrl-C")]
+    compile(snippet, "snippet", "exec")
+    assert 'api_key=os.environ["KEY"]' in snippet
+
+
+def test_keys_in_redis_are_made_there_and_without_keys_nothing_is_made() -> None:
+    shared = GatewaySettings(keys_redis=True, redis_url="redis://127.0.0.1:1", fleet="blue")
+    assert preflight.key_command(shared).endswith("keys create --tenant me --keys-redis --fleet blue")
+    assert preflight.key_command(GatewaySettings()) == ""
+    assert "KEY" not in ready_message("http://127.0.0.1:8000", "demo", 2, "warm")
 
 
 def test_the_printed_snippet_is_python_and_the_curl_line_is_one_line() -> None:
