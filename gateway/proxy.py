@@ -228,7 +228,8 @@ class Proxy:
                 self._num_retrying += not is_counted
                 is_counted = True
                 attempt += 1
-                self._metrics.failed_over(failure.kind.value)
+                exchange.record.failed_at.append(lease.replica.replica_id)
+                self._metrics.failed_over(failure.kind.value, lease.replica.replica_id)
                 lease = await self._place(route, exchange)
                 exchange.placed(lease, base_headers)
         finally:

@@ -77,12 +77,14 @@ class Lease:
     def first_token(self, cached_tokens: int | None) -> None:
         assert self._open, f"{self.request_id} has ended"
         now = time.monotonic()
-        self.replica.gate.succeeded(now)
+        if self.replica.gate.succeeded(now):
+            self.replica.breaker_closed()
         self._emit(FirstToken(now, self.replica.replica_id, self.request_id, cached_tokens))
 
     def finish(self, num_output_tokens: int, cached_tokens: int | None, num_prompt_tokens: int | None) -> None:
         now = time.monotonic()
-        self.replica.gate.succeeded(now)
+        if self.replica.gate.succeeded(now):
+            self.replica.breaker_closed()
         self._end(
             Finished(
                 now, self.replica.replica_id, self.request_id, num_output_tokens, cached_tokens,
@@ -94,7 +96,8 @@ class Lease:
         """`status` is the replica's own, where it answered."""
         now = time.monotonic()
         if is_replicas_fault(Outcome(kind, status=status)):
-            self.replica.gate.failed(now)
+            if self.replica.gate.failed(now):
+                self.replica.breaker_opened(f"{kind.value}, status {status}" if status else kind.value)
         else:
             self.replica.gate.cancelled()
         self._end(Failed(now, self.replica.replica_id, self.request_id, kind))

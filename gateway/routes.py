@@ -79,7 +79,7 @@ def cold_routes(gateway: Gateway) -> Starlette:
                 "keys": replica.key_mode,
                 "kv_feed": replica.kv_feed,
                 "keeps_tenants_apart": replica.keeps_apart,
-                "detail": replica.detail,
+                "detail": replica.remarks,
             }
             for replica in gateway.registry
         ]

@@ -43,6 +43,7 @@ class _Line(msgspec.Struct):
     output_tokens: int | None
     ttft_ms: float | None
     total_ms: float
+    failed_over_from: list[str] | UnsetType = UNSET
     resumed_from: list[str] | UnsetType = UNSET
     tenant: str | UnsetType = UNSET
     key: str | UnsetType = UNSET
@@ -134,6 +135,8 @@ class AccessLog:
             None if ttft_s is None else round(ttft_s * 1000, 2),
             round((ended_at - record.started_at) * 1000, 2),
         )
+        if record.failed_at:
+            line.failed_over_from = record.failed_at
         if record.broken_at:
             line.resumed_from = record.broken_at
         if record.tenant:

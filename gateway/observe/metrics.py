@@ -89,8 +89,9 @@ class Metrics:
     def decided(self, policy: str, reason: str) -> None:
         self._decisions[policy, reason] += 1
 
-    def failed_over(self, kind: str) -> None:
-        self._failovers[kind,] += 1
+    def failed_over(self, kind: str, replica_id: str) -> None:
+        """`replica_id` is where the attempt failed."""
+        self._failovers[kind, replica_id] += 1
 
     def resumed(self, kind: str, outcome: str) -> None:
         """`outcome`: resumed (another replica goes on), or given_up."""
@@ -138,7 +139,7 @@ class Metrics:
         for name, text, count in _MODEL_COUNTERS:
             yield _counter(name, text, ("model",), {(model,): count(figures) for model, figures in models})
         yield _counter("decisions", "Routing decisions.", ("policy", "reason"), self._decisions)
-        yield _counter("failovers", "Attempts given up before the first token.", ("kind",), self._failovers)
+        yield _counter("failovers", "Attempts given up before the first token.", ("kind", "replica"), self._failovers)
         yield _counter("resumes", "Streams that broke and could be continued.", ("kind", "outcome"), self._resumes)
         yield _counter("replica_restarts", "Replicas that came back empty.", ("replica",), self._restarts)
         yield _counter("parity_mismatches", "Replicas that tokenize otherwise.", ("replica",), self._parity)

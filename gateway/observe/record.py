@@ -27,6 +27,7 @@ class RequestRecord(msgspec.Struct, kw_only=True, eq=False):
 
     `model` is a served one, or empty; `asked_model` what the client named, whatever that was.
     `broken_at` are replicas that broke off an answer with which others went on, in order.
+    `failed_at` are replicas whose attempts failed before the answer began, and were followed by another, in order.
     tenant, key_id, admission   whose key it came with, and what its limits said; empty without keys
     """
 
@@ -51,6 +52,7 @@ class RequestRecord(msgspec.Struct, kw_only=True, eq=False):
     end: EndState | None = None
     error: str = ""
     broken_at: list[str] = []
+    failed_at: list[str] = []
     tenant: str = ""
     key_id: str = ""
     admission: str = ""

@@ -81,23 +81,29 @@ class Gate:
         if self._open_until is not None:
             self._trial = True
 
-    def succeeded(self, now: float) -> None:
+    def succeeded(self, now: float) -> bool:
+        """Whether the breaker was open until now."""
+        was_open = self._open_until is not None
         self._num_failures = 0
-        if self._open_until is not None:
+        if was_open:
             self._open_until = None
             self._num_openings = 0
             self.came_back(now)
         self._trial = False
+        return was_open
 
-    def failed(self, now: float) -> None:
+    def failed(self, now: float) -> bool:
+        """Whether the breaker was closed until now."""
+        was_open = self._open_until is not None
         self._num_failures += 1
-        if self._open_until is None and self._num_failures < OPEN_AFTER:
-            return
-        if self._open_until is not None and not self._trial:
-            return  # a request that was there before it opened
+        if not was_open and self._num_failures < OPEN_AFTER:
+            return False
+        if was_open and not self._trial:
+            return False  # a request that was there before it opened
         self._trial = False
         self._open_until = now + min(OPEN_S * 2**self._num_openings, MAX_OPEN_S)
         self._num_openings = min(self._num_openings + 1, 16)
+        return not was_open
 
     def cancelled(self) -> None:
         """A request ended without telling anything about the replica."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from gateway.config import ReplicaSpec
 from gateway.guard import Guard, Interrupt
 from gateway.replicas.dialect import Report
-from gateway.replicas.gate import Gate
+from gateway.replicas.gate import OPEN_AFTER, Gate
 from gateway.replicas.room import Room
 from gateway.upstream import Target
 from policies.events import Event, Joined, Restarted, StatsReported, StatusChanged
@@ -36,6 +36,7 @@ class Replica:
               the same for bundled workers that can go on with each other's answers; "" for what can't
     waiting   guards of the requests that wait there for a first token, or whose answer could be continued elsewhere
     gate      how much of the traffic it may have; `num_leases` is what it has now
+    breaker   why its gate's circuit breaker is open; "" while it is closed
     drained   somebody wants it to get no new requests
     key_mode  token or text (prefix/); `kv_feed`: how its cache contents are known
     """
@@ -55,6 +56,7 @@ class Replica:
     key_mode: str = "text"
     kv_feed: str = "none"
     detail: str = "not reached yet"
+    breaker: str = ""
     waiting: set[Guard] = field(default_factory=set)
     gate: Gate = field(default_factory=lambda: Gate(0.0))
     num_leases: int = 0
@@ -67,6 +69,20 @@ class Replica:
         """Prompts with different cache salts share nothing in its cache."""
         told = self.spec.cache_salt
         return told if told is not None else self.dialect in _SALTED_DIALECTS
+
+    def breaker_opened(self, last: str) -> None:
+        """`last` says how the last of the failures was one."""
+        self.breaker = f"{OPEN_AFTER} requests in a row failed there (the last: {last}), so it gets trials only"
+        _log.warning("replica %s: %s", self.replica_id, self.breaker)
+
+    def breaker_closed(self) -> None:
+        self.breaker = ""
+        _log.info("replica %s: a request went well, so it gets its share again", self.replica_id)
+
+    @property
+    def remarks(self) -> str:
+        """All that an operator should know of it, beside its state."""
+        return "; ".join(remark for remark in (self.detail, self.breaker) if remark)
 
     def target(self, path: str) -> Target:
         """Where requests for `path` go, which is one of the gateway's own routes (so the cache is bounded)."""

@@ -72,15 +72,28 @@ async def test_a_slow_and_narrow_link_delays_and_breaks_nothing():
         assert all(tokens(answer.content) == [f" t{n}" for n in range(8)] for answer in answers)
 
 
-async def test_a_replica_that_keeps_failing_gets_trials_only():
+async def test_a_replica_that_keeps_failing_gets_trials_only(tmp_path, caplog):
     """Rows 13 and 24: its polls are well, its answers are not; after some failures in a row others get its share."""
     bad, good = Replica(), Replica()
-    async with gateway(bad, good) as running:
+    path = tmp_path / "access.log"
+    async with gateway(bad, good, access_log=str(path)) as running:
         bad.play(fault="status", status=500)
         for _ in range(4 * OPEN_AFTER):
             assert (await running.chat()).status_code == 200
         assert bad.log.num_started == OPEN_AFTER
         assert running.events("warmgate_replica_breaker_open") == 1
+        told = {each["id"]: each["detail"] for each in (await running.client.get("/health")).json()["replicas"]}
+        assert "status 500" in told[bad.name]
+        assert told[good.name] == ""
+        metrics = (await running.client.get("/metrics")).text
+        [failovers] = [line for line in metrics.splitlines() if line.startswith("warmgate_failovers_total{")]
+        assert f'replica="{bad.name}"' in failovers
+    [warning] = [record for record in caplog.records if "trials only" in record.getMessage()]
+    assert warning.levelname == "WARNING"
+    assert f"replica {bad.name}: {OPEN_AFTER} requests in a row failed there" in warning.getMessage()
+    lines = [json.loads(line) for line in path.read_text().splitlines()]
+    assert [line["failed_over_from"] for line in lines if line["attempts"] > 1] == [[bad.name]] * OPEN_AFTER
+    assert all("failed_over_from" not in line for line in lines if line["attempts"] == 1)
 
 
 async def test_an_engine_that_is_dead_behind_a_live_api_is_found_out_by_its_silence():

@@ -55,6 +55,15 @@ def test_requests_from_before_it_opened_do_not_lengthen_it():
     assert gate.admits(OPEN_S, 0, 0.0)
 
 
+def test_opening_and_closing_are_told_once_each():
+    gate = Gate(0.0)
+    assert [gate.failed(0.0) for _ in range(OPEN_AFTER + 2)].index(True) == OPEN_AFTER - 1
+    gate.dispatched()
+    assert not gate.failed(OPEN_S), "a failed trial opens nothing that was closed"
+    gate.dispatched()
+    assert [gate.succeeded(4 * OPEN_S), gate.succeeded(4 * OPEN_S)] == [True, False]
+
+
 def test_a_cancelled_trial_lets_another_one_go():
     gate = opened(Gate(0.0))
     gate.dispatched()
