@@ -27,17 +27,19 @@ from gateway.observe.access_log import AccessLog
 from gateway.observe.advice import ShadowCollector
 from gateway.observe.lag import LoopWatch
 from gateway.observe.metrics import FleetGauges, Metrics, ReplicaGauges
+from gateway.observe.record import RequestRecord
 from gateway.observe.shadow import Shadows
-from gateway.openai.parse import Endpoint
+from gateway.observe.trace_file import TraceFile
+from gateway.openai.parse import Endpoint, ParsedRequest
 from gateway.prefix.service import PrefixService
-from gateway.proxy import Proxy
+from gateway.proxy import Proxy, Served
 from gateway.quarantine import Quarantine
 from gateway.replicas.cuts import CutMaker
 from gateway.replicas.health import Monitor
 from gateway.replicas.hot_prompts import HotPrompts
 from gateway.replicas.registry import Registry, Replica
 from gateway.replicas.warmup import Warmer, WarmupCollector
-from gateway.router import Router
+from gateway.router import Lease, Router
 from gateway.routes import cold_routes
 from gateway.sharing.figures import SharingCollector
 from gateway.straight import Straight
@@ -98,7 +100,7 @@ for _name, _route in {
 class Gateway:
     """The ASGI application. Built without a loop; lives between lifespan's startup and shutdown.
 
-    Raises policies.registry.UnknownPolicy, KeysError and OSError (the access log's file) when built.
+    Raises policies.registry.UnknownPolicy, KeysError, TraceFileError and OSError (the access log's file) when built.
     """
 
     def __init__(self, settings: GatewaySettings) -> None:
@@ -112,6 +114,9 @@ class Gateway:
         )
         self.router.registry = self.registry
         self.access_log = AccessLog(settings.access_log)
+        self.trace_file: TraceFile | None = None
+        if settings.record_trace is not None:
+            self.trace_file = TraceFile(settings.record_trace, settings.record_trace_bytes)
         self.draining = False
         self.tenancy = Tenancy(settings)
         self.metrics.registry.register(TenantCollector(self.tenancy.figures))
@@ -257,8 +262,8 @@ class Gateway:
             prompts, self.registry, self.router, prefix, upstream, settings.warmup_s, settings.handover_s
         )
         self.router.listeners.append(warmer.observe)
+        self._proxy.on_served = self._on_served(warmer)
         if settings.warmup_store_bytes:
-            self._proxy.on_served = warmer.served
             self.metrics.registry.register(WarmupCollector(prompts, lambda: list(warmer.outcomes.items())))
         loop_watch = LoopWatch(self.metrics.loop_lag)
         self._counter = TokenCounter(
@@ -287,6 +292,20 @@ class Gateway:
             await upstream.close()
             prefix.close()
             await self.access_log.close()
+            if self.trace_file is not None:
+                await self.trace_file.close()
+
+    def _on_served(self, warmer: Warmer) -> Served | None:
+        """Who wants to know of requests that got their whole answer."""
+        trace_file, keeps = self.trace_file, self.settings.warmup_store_bytes > 0
+
+        def both(parsed: ParsedRequest, path: str, lease: Lease, record: RequestRecord) -> None:
+            if keeps:
+                warmer.served(parsed, path, lease)
+            if trace_file is not None:
+                trace_file.write(parsed, record, lease.chain)
+
+        return both if keeps or trace_file is not None else None
 
     async def _lifespan(self, receive: Receive, send: Send) -> None:
         await receive()
@@ -323,5 +342,5 @@ class Gateway:
 
 
 def create_app(settings: GatewaySettings) -> Gateway:
-    """Raises policies.registry.UnknownPolicy, KeysError, and OSError when the access log's file can't be opened."""
+    """Raises what Gateway does."""
     return Gateway(settings)

@@ -134,6 +134,7 @@ class GatewaySettings(BaseSettings):
     allowed_origins web pages that may call this gateway from a browser: `https://example.com,...`, or `*`
     responses_store_bytes
                     answers of the Responses API kept for later turns, in memory; 0 keeps none
+    record_trace    a file for `warmgate replay` that gets a line a request, without prompts (observe/trace_file.py)
     """
 
     model_config = SettingsConfigDict(env_prefix="WARMGATE_", extra="ignore", frozen=True)
@@ -196,6 +197,8 @@ class GatewaySettings(BaseSettings):
     responses_store_bytes: int = Field(default=64 * 1024 * 1024, ge=0)
 
     access_log: str = "-"  # "-" for standard output, "" for none, else a file
+    record_trace: Path | None = None
+    record_trace_bytes: int = Field(default=256 * 1024 * 1024, ge=4096)
     log_level: Literal["debug", "info", "warning", "error"] = "info"
 
     @classmethod
@@ -235,7 +238,7 @@ class GatewaySettings(BaseSettings):
             raise ValueError("write aliases like `gpt-4o=my-model,claude-*=my-model`")
         return dict(pair.split("=", 1) for pair in pairs)
 
-    @field_validator("keys_file", "salt_secret", mode="before")
+    @field_validator("keys_file", "salt_secret", "record_trace", mode="before")
     @classmethod
     def _empty_is_none(cls, value: Any) -> Any:
         return None if value == "" else value

@@ -54,6 +54,9 @@ from policies.events import FailureKind
 from policies.retry import GiveUp, Outcome, Retry, allows_retry, next_step
 from policies.types import ReplicaStatus, RouteRequest
 
+# Who is told of requests that got their whole answer: what they were, the replica's path for them, and where they went
+Served = Callable[[ParsedRequest, str, Lease, RequestRecord], None]
+
 
 class Proxy:
     """Serves the hot routes. `on_trouble` is told of replicas that refused or broke a connection."""
@@ -86,7 +89,7 @@ class Proxy:
         self.intake = Intake(settings, registry, router)
         self._embedders = Embedders(time.monotonic)
         self._num_retrying = 0
-        self.on_served: Callable[[ParsedRequest, str, Lease], None] | None = None  # prompts worth keeping (warmup.py)
+        self.on_served: Served | None = None
         secret = settings.secret.get_secret_value() if settings.secret is not None else None
         self._resumer = Resumer(settings.resume, secret, registry, router)
         self._relay = Relay(metrics, self._resumer, settings)
@@ -202,7 +205,7 @@ class Proxy:
                 begun = None
                 if failure is None:
                     if self.on_served is not None and exchange.record.end is EndState.COMPLETED:
-                        self.on_served(exchange.parsed, exchange.path, lease)
+                        self.on_served(exchange.parsed, exchange.path, lease, exchange.record)
                     return
                 if exchange.answer.started:
                     route = replace(route, excluded=route.excluded | {lease.replica.replica_id})

@@ -25,6 +25,7 @@ from gateway.admission import raise_fd_limit
 from gateway.app import Gateway, create_app
 from gateway.config import ConfigError, GatewaySettings, load_settings
 from gateway.config_words import unknown_variables
+from gateway.observe.trace_file import TraceFileError
 from gateway.plain_protocol import PlainProtocol
 from gateway.processes import Place, listeners, run_processes, share_of
 from gateway.siblings import Siblings
@@ -81,6 +82,8 @@ def _serve(settings: GatewaySettings, listener: socket.socket, place: Place | No
         return _fail(f"{error}.", EXIT_USAGE)
     except KeysError as error:
         return _fail(f"{error}.", EXIT_USAGE)
+    except TraceFileError as error:
+        return _fail(str(error), EXIT_USAGE)
     except OSError as error:
         return _fail(f"the access log {settings.access_log} can't be opened: {error.strerror}.", EXIT_USAGE)
     if place is None or place.number == 0:

@@ -189,7 +189,7 @@ class Run:
         straight.upstream.done(target, connection)
         self._close()
         if straight.proxy.on_served is not None:
-            straight.proxy.on_served(parsed, self._head.path, lease)
+            straight.proxy.on_served(parsed, self._head.path, lease, record)
         straight.admission.leave(self._claim, self._visit.service if self._visit is not None else 0.0)
         straight.proxy.conclude(record)
         if self._visit is not None:

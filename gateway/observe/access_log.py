@@ -1,12 +1,7 @@
-"""One JSON line a request, without prompts or answers.
-
-Lines are gathered and written in batches by a thread, so a slow disk or a full pipe delays lines and never a request.
-What can't be written in time is dropped and counted, not kept without bound.
-"""
+"""One JSON line a request, without prompts or answers."""
 
 from __future__ import annotations
 
-import asyncio
 import logging
 import os
 import sys
@@ -15,10 +10,10 @@ import time
 import msgspec
 from msgspec import UNSET, UnsetType
 
+from gateway.observe.batches import Batches
 from gateway.observe.record import EndState, RequestRecord
 
 _log = logging.getLogger("warmgate.access")
-_FLUSH_EVERY_S = 0.1
 _MAX_LINES = 20_000
 _MAX_NAME = 128
 
@@ -51,67 +46,28 @@ class _Line(msgspec.Struct):
     error: str | UnsetType = UNSET
 
 
-class AccessLog:
+class AccessLog(Batches[RequestRecord]):
     """`target` is "-" (standard output), "" (none) or a file that is appended to. Raises OSError for the latter."""
 
+    name = "the access log"
+
     def __init__(self, target: str) -> None:
-        self.enabled = target != ""
-        self.num_dropped = 0
-        self._lines: list[RequestRecord] = []
-        self._timer: asyncio.TimerHandle | None = None
-        self._writing: asyncio.Future[None] | None = None
-        self._owns_fd = target not in ("", "-")
-        self._fd = -1
-        if self._owns_fd:
-            self._fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
-        elif self.enabled:
-            self._fd = sys.stdout.fileno()
+        is_file = target not in ("", "-")
+        fd = -1
+        if is_file:
+            fd = os.open(target, os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o640)
+        elif target:
+            fd = sys.stdout.fileno()
+        super().__init__(fd, is_file, _MAX_LINES, _log)
         self._encoder = msgspec.json.Encoder()
         self._wall_offset = time.time() - time.monotonic()
 
     def write(self, record: RequestRecord) -> None:
         """Queue the line of a request that has ended."""
-        if not self.enabled:
-            return
-        if len(self._lines) >= _MAX_LINES:
-            self.num_dropped += 1
-            return
-        self._lines.append(record)
-        if self._timer is None and self._writing is None:
-            self._timer = asyncio.get_running_loop().call_later(_FLUSH_EVERY_S, self._flush)
+        self.add(record)
 
-    async def close(self) -> None:
-        """Write what is queued. The log can't be used after it."""
-        if self._timer is not None:
-            self._timer.cancel()
-            self._timer = None
-        if self._writing is not None:
-            await asyncio.wait([self._writing])
-        if self._lines:
-            lines, self._lines = self._lines, []
-            await asyncio.to_thread(self._write_out, lines)
-        self.enabled = False
-        if self._owns_fd:
-            os.close(self._fd)
-
-    def _flush(self) -> None:
-        self._timer = None
-        lines, self._lines = self._lines, []
-        self._writing = asyncio.get_running_loop().run_in_executor(None, self._write_out, lines)
-        self._writing.add_done_callback(self._written)
-
-    def _written(self, future: asyncio.Future[None]) -> None:
-        self._writing = None
-        if not future.cancelled() and (error := future.exception()) is not None:
-            _log.warning("the access log could not be written: %s", error)
-        if self._lines and self.enabled and self._timer is None:
-            self._timer = asyncio.get_running_loop().call_later(_FLUSH_EVERY_S, self._flush)
-
-    def _write_out(self, records: list[RequestRecord]) -> None:
-        data = self._encoder.encode_lines(map(self._line, records))
-        view = memoryview(data)
-        while view:
-            view = view[os.write(self._fd, view) :]
+    def render(self, entries: list[RequestRecord]) -> bytes:
+        return self._encoder.encode_lines(map(self._line, entries))
 
     def _line(self, record: RequestRecord) -> _Line:
         ended_at = record.ended_at if record.ended_at is not None else record.started_at

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import os
 import re
 import signal
@@ -79,7 +80,7 @@ def test_a_tally_that_is_cut_off_or_cannot_be_kept_costs_no_figures(tmp_path: Pa
 
 
 @contextlib.contextmanager
-def two_processes(redis: RedisServer, port: int, worker_port: int) -> Iterator[Process]:
+def two_processes(redis: RedisServer, port: int, worker_port: int, trace: str = "") -> Iterator[Process]:
     env = {
         "WARMGATE_REDIS_URL": redis.url,
         "WARMGATE_REPLICAS": f"http://127.0.0.1:{worker_port}",
@@ -88,6 +89,7 @@ def two_processes(redis: RedisServer, port: int, worker_port: int) -> Iterator[P
         "WARMGATE_SECRET": SECRET["x-warmgate-secret"],
         "WARMGATE_ACCESS_LOG": "",
         "WARMGATE_SHADOW_POLICIES": "least_loaded",
+        "WARMGATE_RECORD_TRACE": trace,
     }
     with python("-m", "gateway.server", env=env) as process:
         process.until_http(f"http://127.0.0.1:{port}/ready")
@@ -161,6 +163,34 @@ def test_two_processes_count_drain_restart_and_stop_as_one() -> None:
         gateway.send(signal.SIGTERM)
         assert gateway.until_exit() == 0
         assert not any(map(_is_alive, before))
+
+
+def test_both_record_into_one_trace_with_the_same_ids(tmp_path: Path) -> None:
+    port, path = free_ports(2), tmp_path / "trace.jsonl"
+    long = {"model": "fake", "prompt": "the same words over and over " * 40}
+    with contextlib.ExitStack() as stack:
+        redis = stack.enter_context(RedisServer())
+        worker = stack.enter_context(python("-m", "loadtest.fake_worker", "--port", str(port + 1), "--state"))
+        worker.until_http(f"http://127.0.0.1:{port + 1}/health")
+        gateway = stack.enter_context(two_processes(redis, port, port + 1, str(path)))
+        gateway.until("both serve", lambda: len(pids(port)) == 2)
+        gateway.until("both are ready", lambda: all(chat(port).status_code == 200 for _ in range(8)))
+        for _ in range(24):
+            answer = HTTP.post(f"http://127.0.0.1:{port}/v1/completions", json=long)
+            assert answer.status_code == 200
+        counts = set()
+        for _ in range(12):
+            own = metrics(port, own=True).text
+            counts.add(
+                sum(float(n) for n in re.findall(r'^warmgate_requests_total\{.*"completions".*\} (.*)$', own, re.M))
+            )
+        gateway.send(signal.SIGTERM)
+        assert gateway.until_exit() == 0
+    assert min(counts) > 0, "both had some"
+    found = [json.loads(line) for line in path.read_text().splitlines()]
+    recorded = [row["block_ids"] for row in found if row["block_ids"]]
+    assert len(recorded) == 24
+    assert len(set(map(tuple, recorded))) == 1
 
 
 def test_processes_end_with_their_parent() -> None:
