@@ -194,7 +194,7 @@ class Gateway:
     def model_for(self, name: str) -> str:
         """The served model that `name` means. Raises ApiError where a request for it could not be placed."""
         model = self._aliases.resolve(name, self.registry.model_names)
-        self.router.check_model(model)
+        self.router.check_model(model, name)
         return model
 
     def drain(self, draining: bool) -> None:

@@ -63,7 +63,7 @@ class Intake:
     def key_spaces(self, parsed: ParsedRequest, record: RequestRecord) -> frozenset[KeySpace]:
         """Those in which the request needs chains; its model is noted. Raises ApiError where nobody serves that now."""
         model = self.model(parsed)
-        self._router.check_model(model)
+        self._router.check_model(model, record.asked_model)
         record.model = model
         return self._registry.key_spaces(model)
 

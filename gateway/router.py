@@ -287,19 +287,21 @@ class Router:
         for replica in self.registry:
             assert (replica.replica_id in self.fleet.replica_ids()) == replica.joined
 
-    def check_model(self, model: str) -> None:
-        """Raises NoReplica when no request for `model` can be placed now."""
+    def check_model(self, model: str, asked: str = "") -> None:
+        """Raises NoReplica when no request for `model` can be placed now. `asked`: the client's own name for it."""
         if not self.registry.ready(model):
-            raise self._no_replica(model)
+            raise self._no_replica(model, asked)
 
-    def _no_replica(self, model: str) -> NoReplica:
+    def _no_replica(self, model: str, asked: str = "") -> NoReplica:
         known = self.registry.models()
         is_known = model in known
         if not is_known and self.registry.ready():
-            names = ", ".join(known[:8])
+            wrong = f"The model {model[:128]!r} does not exist here"
+            if asked and asked != model:
+                wrong = f"{asked[:128]!r} stands for {model[:128]!r}, which no replica serves"
             return NoReplica(
                 404,
-                f"The model {model[:128]!r} does not exist here; models served: {names}.",
+                f"{wrong}; models served: {', '.join(known[:8])}.",
                 param="model",
                 code="model_not_found",
             )

@@ -102,7 +102,13 @@ async def test_aliases():
             answer = await running.chat(model=name)
             assert answer.headers["x-warmgate-replica"] == replica.name
             assert json.loads(replica.log.last_body)["model"] == replica.worker.model
-        assert (await running.chat(model="dangling")).status_code == 404
+        for name, words in (
+            ("dangling", "'dangling' stands for 'three', which"),
+            ("three", "The model 'three' does"),
+        ):
+            refused = await running.chat(model=name)
+            assert (refused.status_code, refused.json()["error"]["code"]) == (404, "model_not_found")
+            assert refused.json()["error"]["message"].startswith(words)
         listed = (await running.client.get("/v1/models")).json()["data"]
         assert {entry["id"]: entry.get("root") for entry in listed} == {"one": None, "two": None, "gpt-4o": "one"}
         assert (await running.client.get("/v1/models/gpt-4o")).json()["root"] == "one"
