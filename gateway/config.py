@@ -84,6 +84,13 @@ class ReplicaSpec(BaseModel):
             value = {**value, "name": parts.netloc + parts.path.rstrip("/")}
         return value
 
+    @field_validator("tokenizer")
+    @classmethod
+    def _check_tokenizer(cls, folder: Path | None) -> Path | None:
+        if folder is not None and not folder.is_dir():
+            raise ValueError(f"there is no folder {folder}; name one with a tokenizer.json, or leave tokenizer out")
+        return folder
+
     @field_validator("name")
     @classmethod
     def _check_name(cls, name: str) -> str:

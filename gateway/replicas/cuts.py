@@ -67,27 +67,29 @@ class CutMaker:
         self._feeds: dict[str, KvFeed] = {}
         self._closing: set[asyncio.Task[None]] = set()
 
-    async def text(self, replica: Replica, report: Report) -> Cut:
+    async def text(self, replica: Replica, report: Report, trouble: str = "") -> Cut:
         space = await self._prefix.register(replica.replica_id, _model(report), None)
-        return Cut(space.key_space, space.block_tokens, "text")
+        return Cut(space.key_space, space.block_tokens, "text", trouble)
 
     async def make(self, replica: Replica, dialect: Dialect, client: ControlClient, report: Report) -> Cut:
         """The best cut that this replica allows. Raises PollError when it stops answering meanwhile."""
-        bundle = await self._bundle(replica, dialect)
-        if bundle is None:
-            return await self.text(replica, report)
         block_tokens = report.block_tokens or _DEFAULT_BLOCK_TOKENS
         try:
+            bundle = await self._bundle(replica, dialect)
+            if bundle is None:
+                return await self.text(replica, report)
             space = await self._prefix.register(replica.replica_id, _model(report), bundle, block_tokens)
-        except ValueError as error:
-            _log.warning("replica %s is served in text mode: %s", replica.replica_id, error)
-            return await self.text(replica, report)
+        except (TokenizerFolderError, ValueError) as error:
+            return await self._only_text(replica, report, str(error))
         mismatch = await self._parity(replica, client, _asked(report))
         if mismatch is not None:
             self._metrics.parity_mismatch(replica.replica_id)
-            _log.warning("replica %s is served in text mode: %s", replica.replica_id, mismatch)
-            return await self.text(replica, report)
+            return await self._only_text(replica, report, mismatch)
         return Cut(space.key_space, space.block_tokens, "token")
+
+    async def _only_text(self, replica: Replica, report: Report, why: str) -> Cut:
+        _log.warning("replica %s is served in text mode: %s", replica.replica_id, why)
+        return await self.text(replica, report, f"it is served in text mode: {why}")
 
     async def _parity(self, replica: Replica, client: ControlClient, model: str) -> str | None:
         """The sentence that says how its tokens differ from ours; None where they don't, or where it can't be asked."""
@@ -118,13 +120,10 @@ class CutMaker:
         return parity.mismatch
 
     async def _bundle(self, replica: Replica, dialect: Dialect) -> TokenizerBundle | None:
+        """Raises TokenizerFolderError and PollError."""
         if replica.spec.tokenizer is None:
             return await dialect.tokenizer()
-        try:
-            return await asyncio.to_thread(read_bundle, replica.spec.tokenizer)
-        except TokenizerFolderError as error:
-            _log.warning("replica %s is served in text mode: %s", replica.replica_id, error)
-            return None
+        return await asyncio.to_thread(read_bundle, replica.spec.tokenizer)
 
     def restarted(self, replica: Replica) -> None:
         """The process that a feed followed is gone."""

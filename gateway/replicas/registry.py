@@ -36,6 +36,8 @@ class Replica:
               the same for bundled workers that can go on with each other's answers; "" for what can't
     waiting   guards of the requests that wait there for a first token, or whose answer could be continued elsewhere
     gate      how much of the traffic it may have; `num_leases` is what it has now
+    cut_trouble
+              why its keys are made of text though they were meant to be made of tokens, or ""
     breaker   why its gate's circuit breaker is open; "" while it is closed
     drained   somebody wants it to get no new requests
     key_mode  token or text (prefix/); `kv_feed`: how its cache contents are known
@@ -57,6 +59,7 @@ class Replica:
     kv_feed: str = "none"
     detail: str = "not reached yet"
     breaker: str = ""
+    cut_trouble: str = ""
     waiting: set[Guard] = field(default_factory=set)
     gate: Gate = field(default_factory=lambda: Gate(0.0))
     num_leases: int = 0
@@ -82,7 +85,7 @@ class Replica:
     @property
     def remarks(self) -> str:
         """All that an operator should know of it, beside its state."""
-        return "; ".join(remark for remark in (self.detail, self.breaker) if remark)
+        return "; ".join(remark for remark in (self.detail, self.breaker, self.cut_trouble) if remark)
 
     def target(self, path: str) -> Target:
         """Where requests for `path` go, which is one of the gateway's own routes (so the cache is bounded)."""
@@ -94,11 +97,15 @@ class Replica:
 
 @dataclass(frozen=True, slots=True)
 class Cut:
-    """How a replica's prompts are cut into blocks: decided when it joins (token mode) or by default (text mode)."""
+    """How a replica's prompts are cut into blocks: decided when it joins (token mode) or by default (text mode).
+
+    `trouble` is a sentence on why it is text mode though somebody meant otherwise, or "".
+    """
 
     key_space: KeySpace
     block_tokens: int
     key_mode: str
+    trouble: str = ""
 
 
 class Registry:
@@ -196,6 +203,7 @@ class Registry:
         replica.models = report.models
         replica.incarnation = report.incarnation
         replica.key_space, replica.block_tokens, replica.key_mode = cut.key_space, cut.block_tokens, cut.key_mode
+        replica.cut_trouble = cut.trouble
         replica.num_blocks = report.capacity_blocks(cut.block_tokens)
         replica.status = _status(replica, report.status)
         replica.detail = report.detail

@@ -48,6 +48,7 @@ def test_replicas_from_the_environment(text, monkeypatch):
         ({"replicas": ["http://u:p@a:1"]}, "credentials"),
         ({"replicas": ["http://a:1", "http://a:1/v1"]}, "two replicas"),
         ({"replicas": [{"url": "http://a:1", "colour": "red"}]}, "colour"),
+        ({"replicas": [{"url": "http://a:1", "tokenizer": "/no/where"}]}, "there is no folder /no/where; name one"),
         (
             {"replicas": [{"url": "http://a:1", "nam": "big"}]},
             "replicas.0 has an unknown option 'nam'; known ones are api",

@@ -278,6 +278,7 @@ async def test_a_worker_that_tokenizes_otherwise_is_served_in_text_mode_with_a_w
         await until(lambda: fleet.replica.joined)
         assert fleet.replica.key_mode == "text"
         assert "probe" in caplog.text
+        assert "text mode: its tokens for the probe" in fleet.replica.remarks
         assert b'warmgate_parity_mismatches_total{replica="r:1"} 1.0' in fleet.metrics.render()
 
 
@@ -335,9 +336,13 @@ async def test_a_configured_tokenizer_folder_gives_other_engines_token_mode(tmp_
     async with Fleet(ENGINES["vllm"][0], tokenizer=tmp_path) as fleet:
         await until(lambda: fleet.replica.joined)
         assert (fleet.replica.key_mode, fleet.replica.block_tokens) == ("token", 16)
-    async with Fleet(ENGINES["vllm"][0], tokenizer=tmp_path / "nowhere") as fleet:
+        assert fleet.replica.remarks == ""
+    (tmp_path / "empty").mkdir()
+    async with Fleet(ENGINES["vllm"][0], tokenizer=tmp_path / "empty") as fleet:
         await until(lambda: fleet.replica.joined)
         assert fleet.replica.key_mode == "text"
+        words = f"it is served in text mode: {tmp_path / 'empty'} has no readable tokenizer.json"
+        assert fleet.replica.remarks == words
 
 
 async def test_a_closed_monitor_leaves_no_task_behind():
