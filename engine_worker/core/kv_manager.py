@@ -115,6 +115,13 @@ class KVCacheManager:
             return Hit(block_ids, num_tokens)
         return Hit(block_ids, num_tokens + part[1], part[0])
 
+    def names(self, request: Request, num_blocks: int) -> list[BlockHash]:
+        """The names of its full blocks, the first `num_blocks` at least; none while no hit can come of its blocks."""
+        if not self.enable_prefix_caching or not (chain := self._chain(request)).caching:
+            return []
+        self._extend(chain, request, num_blocks)
+        return chain.hashes
+
     def num_blocks_missing(self, request: Request, hit: list[BlockId]) -> int:
         """Free blocks that holding all of the request's tokens would use up, given `hit` from `lookup`."""
         return self.num_blocks_for(request.num_tokens) - self._pool.num_held(hit)

@@ -10,8 +10,8 @@ A plan, in this order, within `max_num_batched_tokens`:
 1. decodes, one token each;
 2. prefills under way and admissions, in the order of waiting_queue.py: a short prompt need not wait for the rest of a
    long one, nor for a chunk that would fill the step which completes it (core/step.py). Who waits is admitted while all
-   of its tokens fit beside what the running ones have yet to store and one more block for each of them. A follower
-   (n > 1) is passed over until its leader's prompt is computed.
+   of its tokens fit beside what the running ones have yet to store and one more block for each of them. Who shares with
+   a prefill under way what it lacks is passed over until that is computed (core/holding.py).
 
 When a decode or a prefill finds no free block, the last in that order is preempted: its blocks
 are freed (and stay cached until handed out), it waits at its old place and is recomputed later, sampled tokens
@@ -35,6 +35,7 @@ from typing import Any
 from engine_worker.core.ahead import plan_behind
 from engine_worker.core.drafts import DraftCounts, most_drafts, usable, verified
 from engine_worker.core.events import KVEvent
+from engine_worker.core.holding import Awaited, Leaders
 from engine_worker.core.kv_manager import KVCacheManager
 from engine_worker.core.limits import RequestTooLarge, SchedulerConfig, SchedulerStats, refuse_too_large
 from engine_worker.core.step import Step
@@ -65,7 +66,7 @@ class Scheduler:
         self._kv = kv
         self._requests: dict[str, Request] = {}  # waiting and running
         self._keys: dict[str, Key] = {}
-        self._leaders: dict[str, Request] = {}  # follower's id -> leader, for followers that had one when added
+        self._leaders = Leaders()
         self._waiting = WaitingQueue()
         self._running: list[Request] = []  # sorted by key
         self._num_added = 0
@@ -91,8 +92,8 @@ class Scheduler:
         self._requests[request.request_id] = request
         self._keys[request.request_id] = key_of(request, self._num_added)
         self._num_added += 1
-        if request.leader_id in self._requests and request.leader_id != request.request_id:
-            self._leaders[request.request_id] = self._requests[request.leader_id]
+        if request.leader_id is not None:
+            self._leaders.add(request, self._requests.get(request.leader_id))
         self._enqueue(request)
 
     def cancel(self, request_id: str) -> bool:
@@ -216,7 +217,7 @@ class Scheduler:
     # -- inside
 
     def _enqueue(self, request: Request) -> None:
-        if self._is_held_back(request):
+        if self._leaders.hold(request):
             num_cached = self._kv.most_cacheable(request.num_tokens)  # its leader will leave them
         else:
             num_cached = len(self._kv.lookup(request)) * self._kv.block_size
@@ -227,13 +228,6 @@ class Scheduler:
         if request.status is RequestStatus.RUNNING and request.work_s:
             self._running.remove(request)
             insort(self._running, request, key=lambda r: self._keys[r.request_id])
-
-    def _is_held_back(self, request: Request) -> bool:
-        """Whether its leader is on the way to computing the prompt that both share."""
-        leader = self._leaders.get(request.request_id)
-        if leader is None or leader.status is RequestStatus.FINISHED:
-            return False
-        return leader.num_computed < len(leader.prompt_ids)
 
     def _continue(self, request: Request, step: Step) -> None:
         """Gives a running request its share of the step: all it lacks, or what budget and free blocks allow."""
@@ -272,12 +266,13 @@ class Scheduler:
             return
         admitted: list[Request] = []
         reserve = sum(map(self._kv.num_blocks_to_come, self._running))
+        awaited = Awaited(self._kv, self._running, step)
         for request in self._waiting:
             if step.budget == 0 or len(self._running) + len(admitted) >= self.config.max_num_seqs:
                 break
             if before is not None and self._keys[request.request_id] > before:
                 break
-            if self._is_held_back(request):
+            if self._leaders.hold(request) or awaited.hold(request):
                 continue
             if self._kv.num_free_blocks <= reserve:
                 break  # even the best hit leaves a block to allocate
@@ -289,6 +284,7 @@ class Scheduler:
             fits = self._kv.allocate(request, end)
             assert fits, "all of its tokens fit, so these do"
             step.add_prefill(request, end)
+            awaited.add(request)
             reserve += self._kv.num_blocks_to_come(request)
             admitted.append(request)
         for request in admitted:
@@ -327,7 +323,7 @@ class Scheduler:
             self._waiting.remove(request, key)
         self._kv.forget(request)
         request.status = RequestStatus.FINISHED
-        self._leaders.pop(request.request_id, None)
+        self._leaders.forget(request)
         request.draft_ids = ()
         del self._requests[request.request_id]
 
@@ -339,7 +335,7 @@ class Scheduler:
         assert len(self._running) <= self.config.max_num_seqs
         keys = [self._keys[r.request_id] for r in self._running]
         assert keys == sorted(keys), "the running ones are out of order"
-        assert self._leaders.keys() <= self._requests.keys()
+        self._leaders.check_invariants(self._requests)
         for request in self._running:
             assert request.status is RequestStatus.RUNNING
             assert request.num_computed < request.num_tokens, f"{request.request_id} has nothing left to compute"

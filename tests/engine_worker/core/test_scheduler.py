@@ -121,7 +121,7 @@ def test_prompts_are_completed_together_up_to_the_bound_and_a_longer_one_alone()
     driver.add(make_request("decoding", range(3), max_tokens=9))
     driver.step()
     prompts = {"a": 4, "b": 6, "c": 1, "d": 30, "e": 2}
-    driver.add(*(make_request(name, range(50, 50 + n), arrival_s=1.0) for name, n in prompts.items()))
+    driver.add(*(make_request(name, range(ord(name), ord(name) + n), arrival_s=1.0) for name, n in prompts.items()))
     completed = [[s[0] for s in shape(driver.step())] for _ in range(4)]
     assert completed == [["decoding", "a", "b"], ["decoding", "c"], ["decoding", "d"], ["decoding", "e"]]
     driver.run()
@@ -256,7 +256,7 @@ def test_followers_survive_the_preemption_of_their_leader() -> None:
 
 def test_an_absent_leader_or_oneself_holds_nobody_back() -> None:
     driver = make_driver()
-    driver.add(make_request("a", range(5), leader_id="gone"), make_request("b", range(5), leader_id="b"))
+    driver.add(make_request("a", range(5), leader_id="gone"), make_request("b", range(10, 15), leader_id="b"))
     assert [s[0] for s in shape(driver.step())] == ["a", "b"]
 
 
