@@ -92,6 +92,11 @@ class Exchange:
         self.record.broken_at.append(self.record.replica_id)
         self.record.replica_id = lease.replica.replica_id
 
+    def failed_over(self) -> str:
+        """An attempt came to nothing and another follows. Returns the replica that it was made at."""
+        self.record.failed_at.append(self.record.replica_id)
+        return self.record.replica_id
+
     def again(self) -> None:
         """It is sent to the same replica once more, over another connection."""
         self.record.num_attempts += 1

@@ -231,8 +231,7 @@ class Proxy:
                 self._num_retrying += not is_counted
                 is_counted = True
                 attempt += 1
-                exchange.record.failed_at.append(lease.replica.replica_id)
-                self._metrics.failed_over(failure.kind.value, lease.replica.replica_id)
+                self._metrics.failed_over(failure.kind.value, exchange.failed_over())
                 lease = await self._place(route, exchange)
                 exchange.placed(lease, base_headers)
         finally:
