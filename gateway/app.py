@@ -22,7 +22,7 @@ from gateway.admission import Admission, affordable_in_flight
 from gateway.aliases import Aliases
 from gateway.answer import Answer, Message, Receive, Scope, Send, request_id
 from gateway.config import GatewaySettings
-from gateway.exchange import Failure
+from gateway.exchange import Failure, Served
 from gateway.observe.access_log import AccessLog
 from gateway.observe.advice import ShadowCollector
 from gateway.observe.lag import LoopWatch
@@ -32,7 +32,7 @@ from gateway.observe.shadow import Shadows
 from gateway.observe.trace_file import TraceFile
 from gateway.openai.parse import Endpoint, ParsedRequest
 from gateway.prefix.service import PrefixService
-from gateway.proxy import Proxy, Served
+from gateway.proxy import Proxy
 from gateway.quarantine import Quarantine
 from gateway.replicas.cuts import CutMaker
 from gateway.replicas.health import Monitor

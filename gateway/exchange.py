@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -26,6 +27,8 @@ if TYPE_CHECKING:
 _CODES = {FailureKind.BROKEN: "replica_failed", FailureKind.TIMEOUT: "timeout"}
 _ENGINE_DIED = b'"engine_restarting"'  # the code in a bundled worker's answer then
 _ENGINE_AWAY = b'"engine_not_ready"'  # and until the next one is there
+# Who is told of requests that got their whole answer: what they were, the replica's path for them, and where they went
+Served = Callable[[ParsedRequest, str, Lease, RequestRecord], None]
 CLIENT_CLOSED_REQUEST = 499  # nginx's status, for metrics and the log only: nobody is there to get it
 
 

@@ -30,6 +30,7 @@ from gateway.exchange import (
     Exchange,
     Failure,
     ReplicaRefused,
+    Served,
     of_interrupt,
     of_upstream,
 )
@@ -38,7 +39,7 @@ from gateway.intake import Intake
 from gateway.observe.access_log import AccessLog
 from gateway.observe.metrics import Metrics
 from gateway.observe.record import EndState, RequestRecord
-from gateway.openai.parse import Endpoint, ParsedRequest
+from gateway.openai.parse import Endpoint
 from gateway.openai.sse import SseError
 from gateway.prefix.service import PrefixService
 from gateway.quarantine import Quarantine
@@ -53,9 +54,6 @@ from gateway.upstream import Upstream, UpstreamError
 from policies.events import FailureKind
 from policies.retry import GiveUp, Outcome, Retry, allows_retry, next_step
 from policies.types import ReplicaStatus, RouteRequest
-
-# Who is told of requests that got their whole answer: what they were, the replica's path for them, and where they went
-Served = Callable[[ParsedRequest, str, Lease, RequestRecord], None]
 
 
 class Proxy:
