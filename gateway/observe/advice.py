@@ -1,7 +1,8 @@
 """What the shadows' figures mean, in sentences; and as metrics.
 
 Another policy pays when its choices would take at least WORTH less time in all than the live one's, by more than chance
-explains (SURE standard errors), over at least ENOUGH decisions of this gateway's own traffic.
+explains (SURE standard errors), over at least ENOUGH decisions of this gateway's own traffic. A difference of that size
+that chance could still explain is no verdict: more requests will tell.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ WORTH = 0.05
 SURE = 3.0
 OFF = 0.3  # expected against realised: from here on the seconds are to be doubted
 
-Verdict = Literal["too_few", "pays", "costs", "same"]
+Verdict = Literal["too_few", "unsure", "pays", "costs", "same"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,8 +55,10 @@ def _verdict(shadow: Shadow | Seen) -> Verdict:
     if shadow.num_decisions < ENOUGH:
         return "too_few"
     difference, live = shadow.faded.mean("difference_s"), shadow.faded.mean("live_total_s")
-    if abs(difference) < WORTH * live or abs(difference) <= SURE * shadow.faded.error_s:
+    if abs(difference) < WORTH * live:
         return "same"
+    if abs(difference) <= SURE * shadow.faded.error_s:
+        return "unsure" if difference else "same"
     return "pays" if difference < 0.0 else "costs"
 
 
@@ -76,6 +79,12 @@ def _sentence(policy: str, live: str, verdict: Verdict, figures: dict[str, float
         return f"{policy} would pay: {basis}, {change:.0%} less than {live}. Try it: --policy {policy}."
     if verdict == "costs":
         return f"{policy} would cost: {basis}, {change:.0%} more than {live}. Keep {live}."
+    if verdict == "unsure":
+        may = "save" if figures["difference_s"] < 0.0 else "cost"
+        error = SURE * figures["error_s"] / max(live_seconds, 1e-9)
+        return (
+            f"{policy} may {may} {change:.0%}, ± {error:.0%}, not certain yet: {basis}. Ask again after more requests."
+        )
     return f"{policy} would make no difference worth having: {basis}. Keep {live}."
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import random
 from collections.abc import Iterator
 
@@ -11,8 +12,8 @@ from typer.testing import CliRunner
 
 from gateway.cli import app as cli
 from gateway.observe.advice import ENOUGH, advice_on, report
-from gateway.observe.shadow import MAX_AWAITED, WINDOW, Shadows
-from gateway.observe.watched import Told, together, watched_by
+from gateway.observe.shadow import MAX_AWAITED, WINDOW, Faded, Shadows
+from gateway.observe.watched import Seen, Told, together, watched_by
 from policies.events import Dispatched, Failed, FailureKind, FirstToken
 from policies.fleet import FleetState
 from policies.registry import UnknownPolicy, make_policy
@@ -78,6 +79,27 @@ def test_the_same_rule_makes_no_difference(fleet: FleetState) -> None:
     advice = advice_on(watching.shadows[0], "warm")
     assert advice.verdict == "same"
     assert advice.figures["difference_s"] == 0.0
+
+
+def seen(difference_s: float, deviation_s: float, count: int = 300) -> Seen:
+    """Sums of `count` decisions, of a live policy that takes a second."""
+    squared = count * (deviation_s**2 + difference_s**2)
+    sums = {field.name: 0.0 for field in dataclasses.fields(Faded)}
+    sums |= {"count": count, "difference_s": count * difference_s, "squared": squared}
+    sums |= {"live_total_s": count, "total_s": count * (1.0 + difference_s)}
+    return Seen("warm", count, Faded(**sums))
+
+
+def test_what_chance_could_explain_is_not_called_too_small() -> None:
+    deviation_s = 0.18 / 2.3 * 300**0.5  # 2.3 standard errors, where 3 are asked for
+    advice = advice_on(seen(-0.18, deviation_s), "round_robin")
+    assert advice.verdict == "unsure"
+    assert advice.sentence.startswith("warm may save 18%, ± 23%, not certain yet: over 300 decisions")
+    assert advice.sentence.endswith("Ask again after more requests.")
+    assert advice_on(seen(0.18, deviation_s), "round_robin").sentence.startswith("warm may cost 18%, ± 23%")
+    assert advice_on(seen(-0.18, deviation_s / 2), "round_robin").verdict == "pays"
+    assert advice_on(seen(-0.04, 0.01), "round_robin").verdict == "same"
+    assert advice_on(seen(0.0, 0.0), "round_robin").verdict == "same"
 
 
 def test_too_few_decisions_tell_nothing(fleet: FleetState) -> None:
