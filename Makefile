@@ -13,7 +13,7 @@ APT := $(if $(filter 0,$(shell id -u)),,sudo -n) env DEBIAN_FRONTEND=noninteract
 .PHONY: help install redis up demo test test-clients check format clean
 
 help:
-	@echo 'make up       a gateway and two workers on this machine, ready to call'
+	@echo 'make up       a gateway and two workers on this machine, ready to call; Ctrl-C stops them'
 	@echo 'make demo     round_robin and warm side by side'
 	@echo 'make test     every test: unit, engine, end to end'
 	@echo 'make test-clients  other clients and other versions of them, in environments of their own'
@@ -40,7 +40,9 @@ redis:
 	@command -v redis-server >/dev/null || { $(APT) update -qq && $(APT) install -y -qq redis-server >/dev/null; } || { \
 		echo 'The tests need redis-server; install it (Debian and Ubuntu: apt-get install redis-server).' >&2; exit 1; }
 
+# What has been compiled is for the sources as they were then: after a change it is made anew.
 up: install
+	@$(BIN)/python -m gateway.compiled >/dev/null || true
 	@exec $(BIN)/warmgate up $(UP)
 
 demo: install

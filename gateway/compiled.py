@@ -230,6 +230,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         epilog=f"{VARIABLE}=0 makes a gateway run without.",
     ).parse_args(argv)
     try:
+        if not folder().is_dir():
+            print("compiling the gateway's busiest modules, which takes a minute or two ...", file=sys.stderr)
         where = build()
     except CannotBuild as error:
         print(f"warmgate: the gateway runs as plain Python: {error}.", file=sys.stderr)

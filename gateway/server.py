@@ -20,7 +20,7 @@ from typing import Any
 
 import uvicorn
 
-from gateway import garbage, openness
+from gateway import compiled, garbage, openness
 from gateway.admission import raise_fd_limit
 from gateway.app import Gateway, create_app
 from gateway.config import ConfigError, GatewaySettings, load_settings
@@ -116,8 +116,10 @@ class _Server(uvicorn.Server):
         count = len(self._app.settings.replicas)
         plural = "" if count == 1 else "s"
         _log.info(
-            "gateway on http://%s:%d, policy %s, %d replica%s", host, port, self._app.settings.policy, count, plural
-        )
+            "gateway on http://%s:%d, policy %s, %d replica%s, %s",
+            host, port, self._app.settings.policy, count, plural,
+            "compiled" if compiled.is_active() else "not compiled (python -m gateway.compiled makes it faster)",
+        )  # fmt: skip
 
     def _parent_gone(self, parent_fd: int) -> None:
         asyncio.get_running_loop().remove_reader(parent_fd)

@@ -161,11 +161,12 @@ def test_a_second_signal_ends_serve_at_once_and_without_a_traceback() -> None:
 def test_a_misspelt_variable_is_warned_of() -> None:
     port = free_port()
     command = ("-m", "gateway.cli", "serve", "--replica", "http://127.0.0.1:9", "--port", str(port))
-    with python(*command, env={"WARMGATE_STREM_IDLE_S": "3", "WARMGATE_NATIVE": "off"}) as serving:
+    with python(*command, env={"WARMGATE_STREM_IDLE_S": "3", "WARMGATE_COMPILED": "0"}) as serving:
         serving.until_http(f"http://127.0.0.1:{port}/health")
         sentence = "nothing reads the variable WARMGATE_STREM_IDLE_S; did you mean WARMGATE_STREAM_IDLE_S?"
         assert sentence in serving.output
         assert serving.output.count("nothing reads") == 1
+        assert "1 replica, not compiled (python -m gateway.compiled makes it faster)" in serving.output
 
 
 def test_every_variable_of_the_project_is_known() -> None:
