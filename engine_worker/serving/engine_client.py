@@ -12,7 +12,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from types import TracebackType
 
 from engine_worker.contract.errors import ApiError
@@ -27,10 +27,10 @@ News = list[tuple[int, Update]]  # (sequence, update), in order
 class Call:
     """One API request in the engine. Sequence i is choice i % n of prompt i // n. Use as a context manager."""
 
-    def __init__(self, client: EngineClient, sequences: list[Sequence]) -> None:
+    def __init__(self, client: EngineClient, request_ids: list[str]) -> None:
         self._client = client
-        self._index = {sequence.request_id: i for i, sequence in enumerate(sequences)}
-        self._ids = [sequence.request_id for sequence in sequences]
+        self._index = {request_id: i for i, request_id in enumerate(request_ids)}
+        self._ids = request_ids
         self._open = set(self._ids)  # not ended in the engine, as far as known here
         self._news: News = []
         self._error: ApiError | None = None
@@ -130,31 +130,26 @@ class EngineClient:
         if self.num_in_flight + len(prepared.prompts) * prepared.n > MAX_SEQUENCES_IN_FLIGHT:
             raise ApiError(429, "Too many requests are waiting here.", code="queue_full", retry_after_s=2)
         sequences = list(self._sequences(prepared, work_s))
-        call = Call(self, sequences)
+        request_ids = [name for one in sequences for name in (one.request_id, *(choice for choice, _ in one.choices))]
+        call = Call(self, request_ids)
         if not self._calls:
             self.last_news_s = time.monotonic()
-        for sequence in sequences:
-            self._calls[sequence.request_id] = call
+        for request_id in request_ids:
+            self._calls[request_id] = call
         self._idle.clear()
         self._send(Add(sequences))
         return call
 
-    def _sequences(self, prepared: PreparedCall, work_s: float) -> list[Sequence]:
-        """A prompt's first choice leads: the others find its blocks in the cache."""
+    def _sequences(self, prepared: PreparedCall, work_s: float) -> Iterator[Sequence]:
+        """One for each prompt, with its other choices."""
         arrival_s = time.monotonic()
-        result = []
         for p, prompt_ids in enumerate(prepared.prompts):
-            leader_id: str | None = None
-            for choice in range(prepared.n):
-                request_id = f"r{next(self._ids)}"
-                params = prepared.params_of(p, choice)
-                result.append(
-                    Sequence(
-                        request_id, prompt_ids, params, arrival_s, prepared.salt, leader_id, prepared.output_ids, work_s
-                    )
-                )
-                leader_id = leader_id or request_id
-        return result
+            request_id, *others = (f"r{next(self._ids)}" for _ in range(prepared.n))
+            choices = [(other, prepared.params_of(p, i).seed) for i, other in enumerate(others, start=1)]
+            params = prepared.params_of(p, 0)
+            yield Sequence(
+                request_id, prompt_ids, params, arrival_s, prepared.salt, choices, prepared.output_ids, work_s
+            )
 
     def connect(self, send: Callable[[ToEngine], None]) -> None:
         """The engine is ready."""

@@ -19,8 +19,9 @@ from __future__ import annotations
 import sys
 import time
 import traceback
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
+from dataclasses import replace
 from typing import Protocol
 
 from engine_worker.core.events import KVEvent
@@ -142,36 +143,27 @@ class EngineLoop:
         """Take a message in. Gives updates for the sequences that can't be accepted."""
         match message:
             case Add(sequences=sequences):
-                return [update for sequence in sequences if (update := self._add(sequence))]
+                requests = [request for sequence in sequences for request in _requests_of(sequence)]
+                return [update for request in requests if (update := self._add(request))]
             case Cancel(request_ids=request_ids):
                 for request_id in request_ids:
                     if self._scheduler.cancel(request_id):
                         self._forget(request_id)
         return []
 
-    def _add(self, sequence: Sequence) -> Update | None:
-        request = Request(
-            request_id=sequence.request_id,
-            prompt_ids=tuple(sequence.prompt_ids),
-            params=sequence.params,
-            arrival_s=sequence.arrival_s,
-            salt=sequence.salt,
-            leader_id=sequence.leader_id,
-            output_ids=list(sequence.output_ids),
-            work_s=sequence.work_s,
-        )
+    def _add(self, request: Request) -> Update | None:
         try:
             self._scheduler.add(request)
         except RequestTooLarge as error:
             return Update(
-                sequence.request_id,
+                request.request_id,
                 None,
                 FinishReason.ERROR,
                 error=str(error),
                 error_status=400,
                 error_code="context_length_exceeded",
             )
-        self._untouched[sequence.request_id] = request
+        self._untouched[request.request_id] = request
         return None
 
     def _step(self) -> tuple[list[Update], int]:
@@ -286,6 +278,28 @@ class EngineLoop:
             num_idle_checks=self._num_idle_checks,
             num_copied_tokens=stats.num_copied_tokens,
             is_speculating=self._speculator is not None and self._speculator.is_on,
+        )
+
+
+def _requests_of(sequence: Sequence) -> Iterator[Request]:
+    """The sequence's own request, which leads, and those of its other choices, which find its blocks in the cache."""
+    prompt_ids = tuple(sequence.prompt_ids)  # one for all of them, as the parameters are where no seed is given
+    unscored = sequence.params
+    if sequence.choices and unscored.num_prompt_logprobs is not None:
+        unscored = replace(unscored, num_prompt_logprobs=None)
+    own = (sequence.request_id, sequence.params.seed)
+    for request_id, seed in (own, *sequence.choices):
+        is_leader = request_id == sequence.request_id
+        params = sequence.params if is_leader else unscored
+        yield Request(
+            request_id=request_id,
+            prompt_ids=prompt_ids,
+            params=params if params.seed == seed else replace(params, seed=seed),
+            arrival_s=sequence.arrival_s,
+            salt=sequence.salt,
+            leader_id=None if is_leader else sequence.request_id,
+            output_ids=list(sequence.output_ids),
+            work_s=sequence.work_s,
         )
 
 

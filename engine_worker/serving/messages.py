@@ -1,6 +1,6 @@
 """What the API process and the engine process say to each other, as msgpack over a socket pair (pipe.py).
 
-API to engine: `Add` (all sequences of one API request at once, leaders first), `Cancel`, `Shutdown`.
+API to engine: `Add` (all sequences of one API request at once), `Cancel`, `Shutdown`.
 Engine to API: `Progress` while loading, then `Ready` or `LoadFailed`, then a `Step` after every engine step and
 whenever the load changed, and a `Beat` every second.
 
@@ -34,6 +34,8 @@ class StartOrder(msgspec.Struct, frozen=True, kw_only=True):
 class Sequence(msgspec.Struct, frozen=True, array_like=True):
     """One sequence to generate. `arrival_s` is CLOCK_MONOTONIC, which all processes of a machine share.
 
+    `choices` are further answers to the same prompt, each by its request id and seed: all else is this one's, but for
+    the prompt's scores, which this one alone gives. So hundreds of choices don't bring the prompt hundreds of times.
     `output_ids` are tokens that it has put out elsewhere: it goes on behind them. `work_s`: see contract/work.py.
     """
 
@@ -42,7 +44,7 @@ class Sequence(msgspec.Struct, frozen=True, array_like=True):
     params: SamplingParams
     arrival_s: float
     salt: str = ""
-    leader_id: str | None = None
+    choices: list[tuple[str, int | None]] = []
     output_ids: list[int] = []
     work_s: float = 0.0
 

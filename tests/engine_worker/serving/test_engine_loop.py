@@ -9,7 +9,7 @@ import pytest
 from engine_worker.config import EngineConfig
 from engine_worker.core.kv_manager import KVCacheManager
 from engine_worker.core.scheduler import Scheduler, SchedulerConfig
-from engine_worker.core.types import FinishReason, SamplingParams, StepPlan, StepResult
+from engine_worker.core.types import FinishReason, Request, SamplingParams, StepPlan, StepResult
 from engine_worker.serving.engine_loop import MAX_FAILED_STEPS, EngineBroken, EngineLoop
 from engine_worker.serving.messages import Add, Cancel, FromEngine, Sequence, Shutdown, Stats, Step, ToEngine, Update
 from tests.engine_worker.serving.fake_engine import FakeRunner, make_tokenizer
@@ -74,6 +74,31 @@ def test_two_sequences_to_their_ends() -> None:
     assert sorted(harness.runner.released) == ["a", "b"]
     assert harness.sent[-1].stats.num_free_blocks == 64
     assert harness.sent[-1].stats.num_running == 0
+
+
+def test_choices_share_what_they_have_in_common() -> None:
+    """One prompt for all, however many there are; seeds of their own; and the first alone scores the prompt."""
+    harness = Harness()
+    add, added = harness.loop._scheduler.add, list[Request]()
+
+    def noted(request: Request) -> None:
+        added.append(request)
+        add(request)
+
+    harness.loop._scheduler.add = noted  # type: ignore[method-assign]
+    params = SamplingParams(max_tokens=50, num_prompt_logprobs=2, allowed_token_ids=(70, 71), seed=5)
+    ids = TOKENIZER.encode("hello").ids
+    news = harness.run([Add([Sequence("a", ids, params, 0.0, "salt", [("b", 6), ("c", 5)])])])
+    assert [(r.request_id, r.leader_id, r.salt, r.params.seed) for r in added] == [
+        ("a", None, "salt", 5),
+        ("b", "a", "salt", 6),
+        ("c", "a", "salt", 5),
+    ]
+    assert all(r.prompt_ids is added[0].prompt_ids for r in added)
+    assert all(r.params.allowed_token_ids is added[0].params.allowed_token_ids for r in added)
+    assert [r.params.num_prompt_logprobs for r in added] == [2, None, None]
+    assert len({id(r.output_ids) for r in added}) == 3
+    assert [updates[-1].finish_reason for updates in news.values()] == [FinishReason.STOP] * 3
 
 
 def test_the_first_token_says_how_long_it_took() -> None:
