@@ -111,12 +111,17 @@ def up(
     gateway_config: Annotated[Path | None, typer.Option(help="A YAML file of settings for the gateway.")] = None,
     keys_file: Annotated[Path | None, typer.Option(help="Who may use the gateway: warmgate keys makes it.")] = None,
     allow_open: Annotated[str | None, typer.Option(help="true: listen beyond this machine without keys.")] = None,
+    shadow_policies: Annotated[str | None, typer.Option(help="Decide beside it, for warmgate advise: a,b.")] = None,
+    record_trace: Annotated[Path | None, typer.Option(help="A file of the traffic, for warmgate replay.")] = None,
 ) -> None:
     """Bring up a gateway and its workers on this machine, and keep them up. Further options go to the workers."""
     from gateway.supervise.plan import UpOptions
     from gateway.supervise.run import up as bring_up
 
-    given = {"keys_file": keys_file, "allow_open": allow_open}
+    given = {
+        "keys_file": keys_file, "allow_open": allow_open, "shadow_policies": shadow_policies,
+        "record_trace": record_trace,
+    }  # fmt: skip
     options = UpOptions(
         model=model,
         num_workers=workers,

@@ -19,6 +19,7 @@ from typer.testing import CliRunner
 from gateway.cli import UserError, _become, _setting_flags, app
 from gateway.config import GatewaySettings
 from gateway.config_words import unknown_variables
+from gateway.supervise.plan import UpOptions
 from tests.support.processes import ROOT, free_port, python
 
 NAMES = frozenset({"stream_idle_s", "drain_s", "secret", "policy"})
@@ -224,3 +225,15 @@ def test_a_command_whose_packages_are_missing_says_what_to_install(monkeypatch: 
 @pytest.mark.parametrize("words", [["--request-timeout", "9"], ["--request-timeout-s=9"], ["--request-s", "9"]])
 def test_the_longest_time_of_a_request_has_the_name_that_other_servers_give_it(words: list[str]) -> None:
     assert _setting_flags(words, frozenset(GatewaySettings.model_fields)) == {"request_s": "9"}
+
+
+def test_up_passes_on_what_is_needed_to_ask_whether_another_policy_would_pay(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    given: list[UpOptions] = []
+    monkeypatch.setattr("gateway.supervise.run.up", lambda options: given.append(options) or 0)
+    path = str(tmp_path / "mine.jsonl")
+    done = CliRunner().invoke(app, ["up", "--shadow-policies", "warm,sticky", "--record-trace", path, "--dtype", "x"])
+    assert done.exit_code == 0, done.output
+    assert given[0].gateway_settings == {"shadow_policies": "warm,sticky", "record_trace": path}
+    assert given[0].worker_args == ("--dtype", "x")
