@@ -119,6 +119,10 @@ def assert_warmgate(name: str, rest: list[str], command: str) -> None:
     flags = {option for parameter in known.params for option in parameter.opts}
     if name == "serve":
         flags |= {"--" + field.replace("_", "-") for field in GatewaySettings.model_fields}
+    if name == "replay":
+        from loadtest.sim.cli import parser
+
+        flags |= set(parser()._option_string_actions)
     if name in ("worker", "up"):
         flags |= worker_flags()
     assert [word for word in rest if word.startswith("--") and word.partition("=")[0] not in flags] == [], command
