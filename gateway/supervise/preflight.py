@@ -22,7 +22,7 @@ _HELP_S = 60.0
 # What `warmgate up` itself takes (gateway/cli.py); the workers take the rest.
 OWN_FLAGS = (
     "--model", "--workers", "--host", "--port", "--worker-port", "--policy", "--gateway-config", "--keys-file",
-    "--allow-open",
+    "--allow-open", "--shadow-policies", "--record-trace",
 )  # fmt: skip
 
 
