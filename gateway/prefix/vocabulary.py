@@ -191,8 +191,9 @@ def _num_chars(source: PromptSource) -> int:
         content = message.get("content") if isinstance(message, dict) else None
         if isinstance(content, str):
             num_chars += len(content)
-        elif content is not None:
-            num_chars += sum(len(part.get("text") or "") for part in content if isinstance(part, dict))
+        elif isinstance(content, list | tuple):  # what is neither is refused where it is rendered
+            texts = [part.get("text") for part in content if isinstance(part, dict)]
+            num_chars += sum(len(text) for text in texts if isinstance(text, str))
     return num_chars
 
 

@@ -157,12 +157,15 @@ async def test_a_prompt_that_can_not_be_rendered_has_no_token_chain_and_is_count
         PromptSource(prompt="lone \ud800 surrogate"),
     ],
 )
-async def test_no_prompt_fails_a_request(service: PrefixService, source: PromptSource) -> None:
+async def test_no_prompt_fails_a_request(
+    service: PrefixService, source: PromptSource, caplog: pytest.LogCaptureFixture
+) -> None:
     tokens = await service.register(A, "m", tiny_bundle(), 4)
     text = await service.register(B, "m", None)
     chains = await service.chains(source, [tokens.key_space, text.key_space])
     assert tokens.key_space not in chains
     assert service.stats().num_failed == 1
+    assert not caplog.records  # the client's mistake, which its replica answers: no line of ours for each
 
 
 async def test_a_request_with_its_own_template_has_no_token_chain(service: PrefixService) -> None:
