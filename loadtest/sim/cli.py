@@ -25,9 +25,9 @@ from loadtest.ending import interrupted_by_signals
 from loadtest.options import Parser, above_zero, count, from_zero, share, whole
 from loadtest.sim.gpus import TOKEN_BUDGET, parse_fleet
 from loadtest.sim.pooled import NAME as POOLED
-from loadtest.sim.report import BASELINE, OWN_PACE, check_json, objects, show, write_json
+from loadtest.sim.report import BASELINE, OWN_PACE, assumptions, check_json, objects, show, write_json
 from loadtest.sim.runs import Outcome, Task, run_all
-from loadtest.sim.search import highest_rate
+from loadtest.sim.search import PRECISION, highest_rate, highest_tried
 from loadtest.sim.setup import Conditions, Fleet, Load, Objective, Setup
 from loadtest.sim.trace import BLOCK_TOKENS, FORMATS_HELP, read_trace
 from policies.registry import make_policy, policy_names
@@ -45,6 +45,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
         outcomes, label_name = simulate(options, console)
         title = f"{options.trace.name}, {_fleet_title(options)}"
         show(table_console(), outcomes, title, label_name)
+        table_console().print(assumptions(outcomes[0].task.setup))
         if options.json:
             write_json(options.json, objects(outcomes, label_name))
         if options.plots:
@@ -151,7 +152,7 @@ def _loads(options: argparse.Namespace, setup: Setup, console: Console) -> tuple
         return "users", [(count, replace(setup.load, users=count)) for count in users]
     if options.load is not None:
         top = highest_rate(setup, options.load_of, options.jobs, tell=lambda text: console.print(text, style="dim"))
-        console.print(f"load 1 is {top:.2f} requests/s, the most at which {options.load_of} keeps 90 % within")
+        console.print(_load_words(top, highest_tried(setup), options.load_of))
         shares = _numbers(options.load, float, "--load")
         return "load", [(share, replace(setup.load, rate=share * top)) for share in shares]
     if options.rate is None:
@@ -161,6 +162,15 @@ def _loads(options: argparse.Namespace, setup: Setup, console: Console) -> tuple
         return OWN_PACE, [(0.0, setup.load)]
     rates = _numbers(options.rate, float, "--rate")
     return "rate", [(rate, replace(setup.load, rate=rate)) for rate in rates]
+
+
+def _load_words(top: float, tried: float, policy: str) -> str:
+    if tried - top > PRECISION * tried:  # as the search ends
+        return f"load 1 is {top:.2f} requests/s, the most at which {policy} keeps 90 % within"
+    return (
+        f"no limit within this trace: {policy} still keeps 90 % within at {top:.2f} requests/s, of which --load is a "
+        "share here; a longer trace or a smaller fleet would have one, and --rate needs none"
+    )
 
 
 def bounded_policy(policies: Sequence[str]) -> str:
@@ -206,13 +216,22 @@ def _draw(folder: Path, outcomes: list[Outcome], title: str, label_name: str, co
         console.print(f"wrote {path}")
 
 
+class _Help(argparse.RawDescriptionHelpFormatter):
+    """Says the default where a flag's help doesn't and there is one."""
+
+    def _get_help_string(self, action: argparse.Action) -> str | None:
+        is_plain = action.default in (None, False, argparse.SUPPRESS) or action.default == float("inf")
+        text = action.help or ""
+        return text if is_plain or "default" in text else f"{text} (default {action.default})".strip()
+
+
 def parser() -> argparse.ArgumentParser:
     """Every flag with its default."""
     p = Parser(
         prog="warmgate replay",
         description=__doc__,
         epilog="formats of traces:\n" + FORMATS_HELP,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
+        formatter_class=_Help,
     )
     p.add_argument("--trace", type=Path, required=True, help="JSON Lines, gzipped or not, in one of the formats below")
     p.add_argument("--policies", default=DEFAULT_POLICIES, help=f"names, or all (default {DEFAULT_POLICIES})")
@@ -220,11 +239,11 @@ def parser() -> argparse.ArgumentParser:
     p.add_argument("--max-model-len", type=count, help="leave out requests of more tokens (prompt and output)")
     p.add_argument("--reuse-outputs", action="store_true", help="later prompts hit the blocks that answers filled")
     fleet = p.add_argument_group("fleet")
-    fleet.add_argument("--replicas", type=count, default=8)
+    fleet.add_argument("--replicas", type=count, default=8, help="how many, of a fleet of one kind")
     fleet.add_argument("--gpu", default="h100", help="l4, a100, h100, h200, or a mixed fleet: h100:4,l4:4")
     fleet.add_argument("--blocks", help="KV blocks a replica (default: what fits); for a mixed fleet one for each kind")
     fleet.add_argument("--token-budget", type=count, default=TOKEN_BUDGET, help="tokens a step at most")
-    fleet.add_argument("--max-num-seqs", type=count, default=256)
+    fleet.add_argument("--max-num-seqs", type=count, default=256, help="requests that a replica serves at once")
     fleet.add_argument(
         "--joint-prefill-tokens",
         type=whole,
@@ -242,13 +261,13 @@ def parser() -> argparse.ArgumentParser:
         "--load-of", default=BASELINE, help=f"the policy that load 1 is measured with (default {BASELINE})"
     )
     load.add_argument("--max-think", type=from_zero, default=float("inf"), help="cut thinks to so many seconds")
-    load.add_argument("--think-scale", type=from_zero, default=1.0)
+    load.add_argument("--think-scale", type=from_zero, default=1.0, help="multiply thinks by it")
     load.add_argument("--ramp", type=from_zero, default=300.0, help="users start within so many seconds")
     load.add_argument("--duration", type=above_zero, help="send nothing after so many seconds")
     load.add_argument("--ttft-objective", type=from_zero, default=0.5, help="seconds above the cold prefill")
     load.add_argument("--tpot-objective", type=from_zero, default=0.05, help="seconds an output token")
     rest = p.add_argument_group("conditions")
-    rest.add_argument("--gateways", type=count, default=1)
+    rest.add_argument("--gateways", type=count, default=1, help="among which requests are dealt out")
     rest.add_argument(
         "--share-delay", type=from_zero, default=0.0, help="seconds until a gateway knows of the others' news"
     )

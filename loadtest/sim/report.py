@@ -17,6 +17,7 @@ from loadtest.sim.bounds import Bounds
 from loadtest.sim.figures import Figures
 from loadtest.sim.pooled import NAME as POOLED
 from loadtest.sim.runs import Outcome
+from loadtest.sim.setup import Setup
 
 BASELINE = "least_loaded"
 OWN_PACE = "the trace's own pace"  # the name of a load that has no number
@@ -31,6 +32,7 @@ COLUMNS = (
     ("imbalance", "imbalance", 2),
 )
 
+NOISE = 0.02  # of the baseline's mean TTFT: two runs that differ in chance alone may differ by so much
 SPREAD = ("hit_ratio", "ttft_mean_s", "within_objective")  # whose deviation over seeds is shown
 
 
@@ -63,9 +65,14 @@ def lines(outcomes: Iterable[Outcome]) -> list[Line]:
 
 
 def gap_closed(line: Line, baseline: Line, pooled: Line) -> float | None:
-    """How much of the way in mean TTFT from `baseline` to the pooled limit; None where there is no way to go."""
+    """How much of the way in mean TTFT from `baseline` to the pooled limit; None where there is no way to go to speak
+    of."""
     way = baseline.mean("ttft_mean_s") - pooled.mean("ttft_mean_s")
-    return (baseline.mean("ttft_mean_s") - line.mean("ttft_mean_s")) / way if way > 0 else None
+    return (
+        (baseline.mean("ttft_mean_s") - line.mean("ttft_mean_s")) / way
+        if way > NOISE * baseline.mean("ttft_mean_s")
+        else None
+    )
 
 
 def bounds_of(outcomes: Iterable[Outcome]) -> dict[float, Bounds]:
@@ -84,6 +91,18 @@ def show(console: Console, outcomes: Sequence[Outcome], title: str, label_name: 
         console.print(_table(name, group))
         if label in limits:
             console.print(describe(limits[label], group))
+
+
+def assumptions(setup: Setup) -> str:
+    """What the figures hold for."""
+    blocks = sorted(set(setup.fleet.num_blocks))
+    size = f"{blocks[0]}" if len(blocks) == 1 else f"{blocks[0]} to {blocks[-1]}"
+    objective = setup.objective
+    return (
+        f"assumed: a model like Llama-3-8B in bf16 on one GPU a replica, with {size} KV blocks of the trace's size; "
+        f"within: the first token at most {objective.ttft_s:g} s later than its cold prefill takes alone, then at most "
+        f"{objective.tpot_s:g} s a token (--ttft-objective, --tpot-objective)"
+    )
 
 
 def load_words(label_name: str, label: float) -> str:
@@ -124,7 +143,7 @@ def _table(title: str, group: Sequence[Line]) -> Table:
             cells.append(cell)
         if baseline is not None and pooled is not None:
             gap = gap_closed(line, baseline, pooled)
-            cells.append("" if gap is None else f"{100 * gap:.0f} %")
+            cells.append("-" if gap is None else f"{100 * gap:.0f} %")
         num_failed = sum(run.num_failed for run in line.runs)
         num_refused = sum(run.num_refused for run in line.runs)
         cells.append(f"{num_failed}" + (f" (+{num_refused} refused)" if num_refused else ""))

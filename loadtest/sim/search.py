@@ -48,11 +48,16 @@ def default_cache() -> Path:
     return Path(base) / "warmgate" / "sim"
 
 
-def _search(setup: Setup, policy: str, num_processes: int, tell: Callable[[str], None] | None) -> float:
+def highest_tried(setup: Setup) -> float:
+    """The rate up to which is searched: twice what the fleet could compute of it with nothing cached."""
     trace = read_trace(setup.trace, setup.limit, setup.max_model_len)
     cold = [setup.fleet.fastest.cold_prefill_s(request.num_prompt_tokens) for request in trace.requests()]
-    guess = setup.fleet.size * len(cold) / sum(cold)  # all of it prefill, nothing cached
-    low, high = 0.0, 2.0 * guess
+    return 2.0 * setup.fleet.size * len(cold) / sum(cold)
+
+
+def _search(setup: Setup, policy: str, num_processes: int, tell: Callable[[str], None] | None) -> float:
+    low, high = 0.0, highest_tried(setup)
+    guess = high / 2.0
     width = max(num_processes, 1)
     while high - low > PRECISION * high:
         step = (high - low) / (width + 1)

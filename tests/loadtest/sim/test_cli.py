@@ -6,11 +6,13 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from loadtest.sim import compare, search
 from loadtest.sim.cli import main
+from loadtest.sim.report import Line, gap_closed
 from loadtest.sim.trace import FORMATS
 from tests.loadtest.sim.traces import mooncake_rows, own_rows, session_rows, write
 from tests.support.processes import ROOT
@@ -115,7 +117,10 @@ def test_load_is_a_share_of_what_least_loaded_serves_well(
     [above] = run(tmp_path, *flags, "--load", "1.3")
     assert float(str(above["within_objective"])) < search.SHARE
     assert float(str(above["rate"])) == pytest.approx(1.3 / 0.97 * float(str(below["rate"])), rel=0.05)
-    assert capsys.readouterr().err.count("within the objective") > 3, "searched once ..."
+    said = capsys.readouterr().err
+    assert said.count("within the objective") > 3, "searched once ..."
+    assert "load 1 is " in said
+    assert "no limit" not in said
     monkeypatch.setattr(search, "run_all", None)  # ... and then remembered
     run(tmp_path, *flags, "--load", "0.5")
 
@@ -161,3 +166,39 @@ def test_mistakes_get_a_sentence(
     trace = write(tmp_path / "m.jsonl", mooncake_rows(5))
     assert main(["--trace", str(trace), "--policies", "warm", "--rate", "3", "--jobs", "1", *arguments]) == 1
     assert complaint in capsys.readouterr().err
+
+
+def test_a_trace_that_never_fills_the_fleet_has_no_load_1(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    trace = write(tmp_path / "m.jsonl", mooncake_rows(2))
+    for _ in range(2):  # searched, and remembered
+        run(tmp_path, "--trace", str(trace), "--policies", "least_loaded", "--load", "0.5")
+        said = " ".join(capsys.readouterr().err.split())
+        assert "no limit within this trace" in said
+        assert "load 1 is" not in said
+
+
+def test_it_says_what_it_assumes(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    trace = write(tmp_path / "m.jsonl", mooncake_rows(4))
+    run(tmp_path, "--trace", str(trace), "--policies", "warm", "--blocks", "60", "--ttft-objective", "0.7")
+    said = " ".join(capsys.readouterr().out.split())
+    assert "a model like Llama-3-8B in bf16 on one GPU a replica, with 60 KV blocks" in said
+    assert "at most 0.7 s later than its cold prefill" in said
+    with pytest.raises(SystemExit):
+        main(["--help"])
+    said = " ".join(capsys.readouterr().out.split())
+    assert "(default 8)" in said
+    assert "(default h100)" in said
+    assert "None" not in said
+
+
+def test_a_gap_that_is_noise_is_not_closed() -> None:
+    def line(ttft_mean_s: float) -> Line:
+        runs = SimpleNamespace(ttft_mean_s=ttft_mean_s)
+        return Line("p", 1.0, (runs,))  # type: ignore[arg-type]
+
+    assert gap_closed(line(0.99), line(1.0), line(0.985)) is None
+    assert gap_closed(line(0.99), line(1.0), line(1.1)) is None
+    assert gap_closed(line(0.95), line(1.0), line(0.9)) == pytest.approx(0.5)
