@@ -11,6 +11,7 @@ from pydantic.fields import FieldInfo
 from engine_worker.serving.metrics import WorkerMetrics
 from gateway.config import GatewaySettings, ReplicaSpec
 from gateway.sharing.figures import SharingCollector, SharingFigures
+from policies.registry import policy_names
 from tests.gateway.harness import Replica, gateway
 from tests.support.processes import ROOT
 
@@ -42,6 +43,11 @@ def test_the_settings_page_lists_every_setting_with_its_default() -> None:
     own = {name: default for name, default in rows(replica).items() if name not in ("url", "name")}
     expected = defaults(ReplicaSpec.model_fields)
     assert own == {name: expected[name] for name in own}
+
+
+def test_the_policies_page_has_a_line_for_each() -> None:
+    text = (ROOT / "docs/policies.md").read_text("utf-8")
+    assert rows(text).keys() == set(policy_names())
 
 
 def exported(exposition: str) -> set[str]:
