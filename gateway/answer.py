@@ -68,7 +68,9 @@ async def read_body(scope: Scope, receive: Receive, max_bytes: int) -> bytes:
         elif name == b"content-type":
             if value != b"application/json":
                 check_json_type(value)
-        elif name == b"content-encoding" and value.lower() != b"identity":
+        elif (name == b"content-encoding" and value.lower() != b"identity") or (
+            name == b"transfer-encoding" and value.lower() != b"chunked"
+        ):
             raise ApiError(415, "Compressed request bodies are not read; send the JSON as it is.")
     message = await receive()
     if message["type"] == "http.request" and not message.get("more_body"):

@@ -49,6 +49,20 @@ async def test_a_client_that_leaves_while_it_waits_for_its_turn_starts_nothing()
         await until(lambda: ended(running, "client_gone") == 1)
 
 
+async def test_a_body_in_a_transfer_coding_beside_chunked_is_refused():
+    """Read as it stands, it would be something else here than at whoever decodes it."""
+    body = json.dumps(CHAT).encode()
+    chunks = b"%x\r\n%b\r\n0\r\n\r\n" % (len(body), body)
+    async with gateway(Replica()) as running:
+        for coding, status in ((b"gzip, chunked", b"415"), (b"Chunked", b"200")):
+            reader, writer = await connect(running)
+            writer.write(b"POST /v1/chat/completions HTTP/1.1\r\nhost: x\r\ntransfer-encoding: %b\r\n\r\n" % coding)
+            writer.write(chunks)
+            async with asyncio.timeout(HANG_GUARD_S):
+                assert (await reader.readline()).split()[1] == status
+            writer.close()
+
+
 async def test_a_slow_reader_holds_a_bounded_buffer_and_others_are_served():
     """Row 27: the replica writes no further than buffers reach; what is read comes whole and in order."""
     replica = Replica()
