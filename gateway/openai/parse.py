@@ -113,6 +113,7 @@ _ANY = msgspec.json.Decoder()
 _STREAM = re.compile(rb'"stream"[ \t\r\n]*:[ \t\r\n]*true')
 _KEY = re.compile(rb'[ \t\r\n]*"((?:[^"\\]|\\.)*)"[ \t\r\n]*:[ \t\r\n]*', re.DOTALL)
 _NEXT = re.compile(rb"[ \t\r\n]*([,}])")
+_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _OPEN = re.compile(rb"[ \t\r\n]*\{")
 
 
@@ -254,7 +255,16 @@ def _decoded(decoder: msgspec.json.Decoder[Any], body: bytes) -> Any:
             raise ApiError(400, f"The request body is not valid JSON: {error}.") from None
         raise
     except msgspec.DecodeError as error:
-        raise ApiError(400, f"The request body is not valid JSON: {error}.") from None
+        raise ApiError(400, f"The request body is not valid JSON: {_reason(body, error)}.") from None
+
+
+def _reason(body: bytes, error: msgspec.DecodeError) -> str:
+    """Why it is no JSON; msgspec calls an empty body and half a surrogate pair "truncated", too."""
+    if not body.strip():
+        return "it is empty"
+    if "truncated" in str(error) and _SURROGATE.search(body):
+        return "it is cut off, or a string has half of a surrogate pair (\\ud800 to \\udfff) without the other"
+    return str(error)
 
 
 def _refuse_duplicates(body: bytes) -> None:

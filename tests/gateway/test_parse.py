@@ -124,6 +124,20 @@ def test_what_parsers_could_read_differently_is_refused(body):
 
 
 @pytest.mark.parametrize(
+    ("body", "reason"),
+    [
+        (b"", "it is empty"),
+        (b" \n", "it is empty"),
+        (b'{"model": "m", "prompt": "\\ud800"}', "half of a surrogate pair"),
+        (b'{"model": "m", "x": {"y": "\\uDFFF"}, "prompt": "a"}', "surrogate"),
+        (b'{"model": {"a": 1}', "truncated"),
+    ],
+)
+def test_what_is_no_json_hears_why(body, reason):
+    assert reason in refused("completions", body).message
+
+
+@pytest.mark.parametrize(
     "body",
     [
         b'{"a":1,"a":1}',
