@@ -31,6 +31,21 @@ app = typer.Typer(
 app.add_typer(keys_app, name="keys")
 
 
+def _show_version(is_wanted: bool) -> None:
+    if is_wanted:
+        version()
+        raise typer.Exit
+
+
+@app.callback()
+def _options(
+    show: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_show_version, help="The version.")
+    ] = False,
+) -> None:
+    """Options of the command itself; its help is the application's."""
+
+
 class UserError(Exception):
     """The user's mistake: shown as one sentence, without a traceback."""
 

@@ -211,6 +211,8 @@ def test_worker_hands_over_all_its_arguments_and_its_exit_status(tmp_path: Path)
 
 def test_version_and_help() -> None:
     assert run("version").stdout.startswith("warmgate 0.")
+    flag = run("--version")
+    assert (flag.returncode, flag.stdout) == (0, run("version").stdout)
     assert "cache-aware" in run("--help").stdout
 
 
