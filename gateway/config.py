@@ -25,7 +25,7 @@ from pydantic_settings import (
     SettingsConfigDict,
 )
 
-from gateway.config_words import sentence
+from gateway.config_words import sentence, unknown_key
 
 DialectName = Literal["auto", "warmgate", "vllm", "sglang", "llamacpp", "generic"]
 
@@ -342,7 +342,5 @@ def _read_yaml(path: Path) -> dict[str, Any]:
     known = set(GatewaySettings.model_fields)
     for key in values:
         if key not in known:
-            raise ConfigError(
-                f"the settings file {path} has an unknown setting {key!r}; known ones are {', '.join(sorted(known))}."
-            )
+            raise ConfigError(unknown_key(path, key, known))
     return values

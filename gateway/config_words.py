@@ -19,6 +19,7 @@ OTHER_VARIABLES: Final = (
     "WORKERS_ON_MACHINE",  # how many workers share a machine
 )  # of the project, beside the gateway's settings
 _TESTS: Final = "TEST_"
+_NEAR: Final = 0.7  # a slip or two in a name; at 0.6, `timeout` is near `poll_timeout_s`
 
 
 def sentence(error: ValidationError, replica_options: Iterable[str]) -> str:
@@ -38,6 +39,19 @@ def sentence(error: ValidationError, replica_options: Iterable[str]) -> str:
     return f"the setting {where} is wrong: {message[:1].lower()}{message[1:]}."
 
 
+def near(name: str, known: Iterable[str]) -> str | None:
+    """The one of `known` that `name` may well be misspelt for. A prefix that all have in common should be left out:
+    it makes everything look alike."""
+    return next(iter(difflib.get_close_matches(name, sorted(known), n=1, cutoff=_NEAR)), None)
+
+
+def unknown_key(file: object, key: object, settings: Iterable[str]) -> str:
+    """A sentence for a key of the settings' file that is no setting."""
+    guess = near(str(key).lower().replace("-", "_"), settings)
+    hint = f"did you mean {guess!r}?" if guess else f"known ones are {', '.join(sorted(settings))}."
+    return f"the settings file {file} has an unknown setting {key!r}; {hint}"
+
+
 def unknown_variables(environment: Mapping[str, str], settings: Iterable[str]) -> list[str]:
     """A sentence for each variable that looks like ours and that nothing reads."""
     known = {f"{PREFIX}{name.upper()}" for name in (*settings, *OTHER_VARIABLES)}
@@ -45,7 +59,7 @@ def unknown_variables(environment: Mapping[str, str], settings: Iterable[str]) -
     for name in sorted(environment):
         if name.upper() in known or not name.upper().startswith(PREFIX) or name.startswith(PREFIX + _TESTS):
             continue
-        guess = difflib.get_close_matches(name.upper(), known, n=1)
-        hint = f"; did you mean {guess[0]}?" if guess else ""
+        guess = near(name.upper().removeprefix(PREFIX), (each.removeprefix(PREFIX) for each in known))
+        hint = f"; did you mean {PREFIX}{guess}?" if guess else ""
         found.append(f"nothing reads the variable {name}{hint}")
     return found

@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from gateway.config import ConfigError, load_settings
+from gateway.config_words import unknown_variables
 from gateway.server import parse_flags
 
 
@@ -72,13 +73,33 @@ def test_a_wrong_setting_is_one_sentence_that_names_it(flags, words):
 
 
 @pytest.mark.parametrize(
-    ("text", "words"), [("a: [", "YAML"), ("- a\n", "mapping"), ("polcy: warm\n", "unknown setting 'polcy'")]
+    ("text", "words"),
+    [
+        ("a: [", "YAML"),
+        ("- a\n", "mapping"),
+        ("polcy: warm\n", r"unknown setting 'polcy'; did you mean 'policy'\?$"),
+        ("stream-idle-s: 3\n", r"unknown setting 'stream-idle-s'; did you mean 'stream_idle_s'\?$"),
+        ("colour: red\n", "unknown setting 'colour'; known ones are access_log, .*"),
+        ("1: red\n", "unknown setting 1; known ones are access_log, .*"),
+    ],
 )
 def test_a_wrong_file_is_one_sentence(tmp_path, text, words):
     path = tmp_path / "gateway.yaml"
     path.write_text(text)
     with pytest.raises(ConfigError, match=words):
         load_settings({}, path)
+
+
+def test_a_variable_is_guessed_at_only_where_one_is_near():
+    """All begin alike, which makes no two of them near."""
+    found = unknown_variables(
+        {"WARMGATE_POLCY": "", "WARMGATE_FOO": "", "WARMGATE_TIMEOUT": ""}, {"policy", "poll_timeout_s"}
+    )
+    assert found == [
+        "nothing reads the variable WARMGATE_FOO",
+        "nothing reads the variable WARMGATE_POLCY; did you mean WARMGATE_POLICY?",
+        "nothing reads the variable WARMGATE_TIMEOUT",
+    ]
 
 
 def test_a_secret_is_not_shown():
