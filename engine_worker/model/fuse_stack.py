@@ -13,6 +13,7 @@ Only models whose layers all see the plain causal mask and the same rotation are
 
 from __future__ import annotations
 
+import ctypes
 import weakref
 from typing import Any
 
@@ -31,7 +32,8 @@ from engine_worker.model.masks import CAUSAL, MaskTag
 from engine_worker.model.native import kernels
 from engine_worker.model.native.cache import cache_struct, is_known
 from engine_worker.model.native.kernels import HeadNorm, address
-from engine_worker.model.native.library import LayerStruct
+from engine_worker.model.native.library import AttentionStruct, LayerStruct, Library
+from engine_worker.model.packing import PackedBatch
 
 _PARTS = {"embed_tokens", "layers", "norm", "rotary_emb"}
 _USED = {"input_ids", "position_ids", "attention_mask", "use_cache"}  # of forward; the mask is all ones in a step
@@ -94,6 +96,43 @@ class FusedStack:
         )
         context.kv.written(self._numbers[-1], batch.slots, bool(is_finite))
         return kernels.rms_norm(self._backend.library, hidden, self._norm.weight, self._norm.eps)
+
+    # -- its parts, for who runs them in a call of its own (fuse_model.py)
+
+    @property
+    def numbers(self) -> list[int]:
+        """The layers' numbers, in the order they run in."""
+        return self._numbers
+
+    @property
+    def structs(self) -> ctypes.Array[LayerStruct]:
+        return self._structs
+
+    @property
+    def norm(self) -> HeadNorm:
+        return self._norm
+
+    @property
+    def library(self) -> Library:
+        return self._backend.library
+
+    def prepare(self, batch: PackedBatch, kv: KVTensors, rotary_dim: int) -> AttentionStruct | None:
+        """The kernels' view of a step over this cache, whose rotations are so wide. None if they don't know the cache.
+
+        What it points to lives as long as the batch.
+        """
+        if not self._bind(kv):
+            return None
+        self._turn(rotary_dim)
+        first = self._layers[0].parts
+        ranges = self._backend.ranges(CAUSAL, batch)
+        return self._backend.describe(batch, ranges, first.num_heads, *kv.rows(first.layer))
+
+    def rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
+        """cos and sin [P, R] of these positions [P]."""
+        like = torch.empty(1, len(positions), 1)
+        cos, sin = self._rotary(like, position_ids=positions[None])
+        return cos[0].float().contiguous(), sin[0].float().contiguous()
 
     def _turn(self, rotary_dim: int) -> None:
         """Let the layers that rotate rotate so many numbers of a head."""

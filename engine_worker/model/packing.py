@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from itertools import chain, pairwise
+from itertools import pairwise
 
 import numpy as np
 import torch
@@ -34,6 +34,7 @@ class BlockTables:
         self.contiguous = np.ones(num_rows, dtype=bool)
         self._rows: dict[str, int] = {}
         self._known: dict[str, list[BlockId]] = {}
+        self._lists: dict[str, Sequence[BlockId]] = {}  # what `cover` saw last: the list itself
         self._free = list(range(num_rows - 1, -1, -1))
 
     def update(self, request_id: str, block_ids: Sequence[BlockId]) -> int:
@@ -56,11 +57,25 @@ class BlockTables:
         self._known[request_id] = list(block_ids)
         return row
 
+    def cover(self, request_id: str, block_ids: Sequence[BlockId], end: int) -> int:
+        """`update` with as many of the blocks as positions 0 .. end - 1 take.
+
+        A list seen before only grows (Segment.block_ids): most steps find in it nothing new.
+        """
+        needed = -(-end // self.block_size)
+        row = self._rows.get(request_id)
+        if row is not None and self._lists.get(request_id) is block_ids and len(self._known[request_id]) == needed:
+            return row
+        row = self.update(request_id, list(block_ids[:needed]))
+        self._lists[request_id] = block_ids
+        return row
+
     def release(self, request_id: str) -> None:
         """Give a request's row back. Idempotent."""
         row = self._rows.pop(request_id, None)
         if row is not None:
             del self._known[request_id]
+            self._lists.pop(request_id, None)
             self._free.append(row)
 
     @property
@@ -149,43 +164,49 @@ class PackedBatch:
 
 def pack(segments: Sequence[Segment], tables: BlockTables, device: torch.device) -> PackedBatch:
     """Lay a step's segments out as one packed row. Every segment must have a token."""
-    block_size = tables.block_size
-    rows = [tables.update(s.request.request_id, list(s.block_ids[: -(-s.end // block_size)])) for s in segments]
-
-    def rank(index: int) -> tuple[bool, bool, int]:
-        segment = segments[index]
-        is_run = segment.end > SHORT_CONTEXT and tables.contiguous[rows[index]]
-        return (len(segment.token_ids) > 1, not is_run, segment.end)
-
-    order = sorted(range(len(segments)), key=rank)
-    counts = np.array([len(segments[index].token_ids) for index in order], dtype=np.int64)
     assert len(segments) > 0
-    assert counts.min() > 0, "a segment without tokens"
-    offsets = np.cumsum(counts) - counts
-    starts = np.array([segments[index].start for index in order], dtype=np.int64)
-    spans = tuple(
-        Span(int(offset), int(count), int(start), rows[index])
-        for index, offset, count, start in zip(order, offsets, counts, starts, strict=True)
-    )
-    num_tokens = int(counts.sum())
-    positions = np.repeat(starts - offsets, counts) + np.arange(num_tokens)
-    row_of_token = np.repeat(np.array([rows[index] for index in order], dtype=np.int64), counts)
-    slots = tables.table[row_of_token, positions // block_size] * block_size + positions % block_size
-    flat_ids = chain.from_iterable(segments[index].token_ids for index in order)
-    ids = np.fromiter(flat_ids, dtype=np.int64, count=num_tokens)
-
+    ranked = []
+    for index, segment in enumerate(segments):
+        num_tokens, end = len(segment.token_ids), segment.end
+        assert num_tokens > 0, "a segment without tokens"
+        row = tables.cover(segment.request.request_id, segment.block_ids, end)
+        is_run = end > SHORT_CONTEXT and tables.contiguous[row]
+        ranked.append((num_tokens > 1, not is_run, end, index, row))
+    ranked.sort()
+    spans: list[Span] = []
+    ids: list[int] = []
     last_index = [0] * len(segments)
-    for index, end in zip(order, (offsets + counts).tolist(), strict=True):
-        last_index[index] = end - 1
+    for _, _, end, index, row in ranked:
+        token_ids = segments[index].token_ids
+        spans.append(Span(len(ids), len(token_ids), end - len(token_ids), row))
+        ids += token_ids
+        last_index[index] = len(ids) - 1
+    num_decodes = sum(span.num_tokens == 1 for span in spans)
+    positions, slots = _places(spans, tables, len(ids), num_decodes)
     return PackedBatch(
-        input_ids=to_device(ids, device)[None],
-        position_ids=to_device(positions, device)[None],
+        input_ids=to_device(np.array([ids], dtype=np.int64), device),
+        position_ids=to_device(positions[None], device),
         slots=to_device(slots, device),
-        spans=spans,
-        num_decodes=int((counts == 1).sum()),
+        spans=tuple(spans),
+        num_decodes=num_decodes,
         tables=tables,
         last_index=last_index,
     )
+
+
+def _places(
+    spans: Sequence[Span], tables: BlockTables, num_tokens: int, num_decodes: int
+) -> tuple[np.ndarray, np.ndarray]:
+    """Position and cache slot [T] of each token."""
+    starts = np.array([span.start for span in spans], dtype=np.int64)
+    rows = np.array([span.row for span in spans], dtype=np.int64)
+    if num_decodes < len(spans):
+        offsets = np.array([span.offset for span in spans], dtype=np.int64)
+        counts = np.array([span.num_tokens for span in spans], dtype=np.int64)
+        starts = np.repeat(starts - offsets, counts) + np.arange(num_tokens)
+        rows = np.repeat(rows, counts)
+    blocks, places = np.divmod(starts, tables.block_size)
+    return starts, tables.table[rows, blocks] * tables.block_size + places
 
 
 def fresh_blocks(segment: Segment, block_size: int) -> list[int]:

@@ -17,6 +17,7 @@ from engine_worker.model.attention import AttentionBackend
 from engine_worker.model.backend_native import NativeBackend
 from engine_worker.model.families import num_layers
 from engine_worker.model.fuse import fuse_layers
+from engine_worker.model.fuse_model import fuse_model
 from engine_worker.model.fuse_stack import fuse_stack
 from engine_worker.model.huge_pages import use_huge_pages
 from engine_worker.model.linear import prepack
@@ -78,7 +79,9 @@ def _rewrite(
     if isinstance(backend, NativeBackend):
         layers, trial = fuse_layers(module, backend)
         is_stack = trial is not None and fuse_stack(module, layers, trial, backend)
-        details.append(f"{len(layers)} of {num_layers(module)} layers fused" + (", into one call" if is_stack else ""))
+        is_whole = trial is not None and is_stack and fuse_model(module, trial, backend)
+        extent = ", with all around them into one call" if is_whole else ", into one call" if is_stack else ""
+        details.append(f"{len(layers)} of {num_layers(module)} layers fused{extent}")
     if moved := use_huge_pages(_packed_tensors(module)):
         details.append(f"{format_bytes(moved)} of memory for weights on huge pages")
     return details

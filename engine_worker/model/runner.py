@@ -16,7 +16,7 @@ from engine_worker.config import ModelInfo
 from engine_worker.contract.state import TokenizerBundle
 from engine_worker.core.ahead import PLACEHOLDER, can_defer
 from engine_worker.core.types import Refusal, Request, SampledToken, Segment, StepPlan, StepResult
-from engine_worker.model.packed_model import PackedModel
+from engine_worker.model.packed_model import Likeliest, PackedModel
 from engine_worker.model.packing import BlockTables, PackedBatch, copies_of, fresh_blocks, pack
 from engine_worker.model.prompt_scores import score_prompts
 from engine_worker.model.sampler import UNSOUND, Sampler
@@ -30,7 +30,7 @@ class SamplerLike(Protocol):
     def prepare(self, segments: Iterable[Segment]) -> None: ...
 
     def sample(
-        self, logits: torch.Tensor, segments: Sequence[Segment]
+        self, logits: torch.Tensor, segments: Sequence[Segment], found: Likeliest | None = None
     ) -> tuple[dict[str, SampledToken], dict[str, str]]: ...
 
     @property
@@ -114,21 +114,29 @@ class ModelRunner:
         self._prepare_blocks(segments)
         self._sampler.prepare(segments)
         batch = pack(segments, self._tables, self._model.device)
-        sampling = [index for index, segment in enumerate(segments) if segment.sample]
-        scored = [index for index, segment in enumerate(segments) if segment.scored]
         keep: list[int] = []
-        for index in sampling:  # the last token's position, and with drafts those before it
-            last = batch.last_index[index]
-            keep += range(last - segments[index].num_drafts, last + 1)
+        sampling: list[Segment] = []
+        scored: list[Segment] = []
+        scored_rows: list[int] = []
+        for segment, last in zip(segments, batch.last_index, strict=True):
+            if segment.sample:  # the last token's position, and with drafts those before it
+                sampling.append(segment)
+                keep += range(last - segment.num_drafts, last + 1)
+            if segment.request.params.num_prompt_logprobs is not None and segment.scored:
+                scored.append(segment)
+                scored_rows += [last - (segment.end - 1 - position) for position in segment.scored]
         num_rows = len(keep)
-        for index in scored:
-            segment = segments[index]
-            keep += [batch.last_index[index] - (segment.end - 1 - position) for position in segment.scored]
-        logits = self._model.forward(batch, keep)
+        logits = self._model.forward(batch, keep + scored_rows)
         if logits is None:
             return StepResult({}, failed)
-        scores, unscored = score_prompts(logits[num_rows:], [segments[index] for index in scored])
-        sampled, unsound = self._sampler.sample(logits[:num_rows], [segments[index] for index in sampling])
+        found = self._model.last_likeliest
+        if not scored:
+            sampled, unsound = self._sampler.sample(logits, sampling, found)
+            failed = {**failed, **unsound}
+            return StepResult(sampled, failed, self._sampler.completed, {}, self._sampler.following)
+        scores, unscored = score_prompts(logits[num_rows:], scored)
+        found = None if found is None else (found[0][:num_rows], found[1][:num_rows])
+        sampled, unsound = self._sampler.sample(logits[:num_rows], sampling, found)
         failed = {**failed, **unsound, **unscored}
         return StepResult(sampled, failed, self._sampler.completed, scores, self._sampler.following)
 

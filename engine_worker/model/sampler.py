@@ -22,6 +22,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -74,18 +75,27 @@ class Sampler:
         self._completed: set[str] = set()
         self._following: dict[str, tuple[SampledToken, ...]] = {}
         self._buffer: Tensor | None = None
+        self._plain: set[str] = set()  # requests seen that take the likeliest token and want nothing else
 
     def prepare(self, segments: Iterable[Segment]) -> None:
         """Begin, beside the model's work, what sampling these segments in this step or a later one will need."""
         if self._masks is not None:
             self._masks.prepare(segments)
 
-    def sample(self, logits: Tensor, segments: Sequence[Segment]) -> tuple[dict[str, SampledToken], dict[str, str]]:
+    def sample(
+        self, logits: Tensor, segments: Sequence[Segment], found: tuple[np.ndarray, np.ndarray] | None = None
+    ) -> tuple[dict[str, SampledToken], dict[str, str]]:
         """One token for each segment. logits: [R, V] float32, segment.num_rows rows for each in order; not changed.
+        `found` is what `likeliest` would say of them, where that is known.
 
         Returns the tokens by request id, and a sentence by request id for each that failed. `following` has the tokens
         that come behind these where drafts were right, `completed` who is at the end of a grammar.
         """
+        if found is not None and self._are_plain(segments) and np.isfinite(found[0]).all():
+            self._completed.clear()
+            self._following = {}
+            ids = found[1].tolist()
+            return {s.request.request_id: SampledToken(i) for s, i in zip(segments, ids, strict=True)}, {}
         groups = rows_of(segments)
         assert logits.shape == (sum(len(g.rows) for g in groups), self.vocab_size), (logits.shape, self.vocab_size)
         self._completed.clear()
@@ -93,7 +103,8 @@ class Sampler:
         if not segments:
             return {}, {}
         failed: dict[str, str] = {}
-        best, ids = likeliest(logits)  # [R], [R]: greedy's answer, and NaN or inf wherever a row is not sound
+        # [R], [R]: greedy's answer, and NaN or inf wherever a row is not sound
+        best, ids = likeliest(logits) if found is None else map(torch.from_numpy, found)
         sound = torch.isfinite(best).tolist()
         for group in groups:
             request_id = group.request.request_id
@@ -131,8 +142,9 @@ class Sampler:
         return None if request.params.is_greedy else self._states[request.request_id].key
 
     def release(self, request_id: str) -> None:
-        """Forget a request. Unknown ids are fine: greedy requests without penalties leave nothing here."""
+        """Forget a request. Unknown ids are fine."""
         self._states.pop(request_id, None)
+        self._plain.discard(request_id)
         if self._masks is not None:
             self._masks.release(request_id)
 
@@ -148,7 +160,8 @@ class Sampler:
 
     @property
     def num_states(self) -> int:
-        return len(self._states)
+        """Requests that something is remembered of."""
+        return len(self._states) + len(self._plain)
 
     def check_invariants(self) -> None:
         for state in self._states.values():
@@ -156,6 +169,18 @@ class Sampler:
                 state.history.check_invariants()
 
     # ---- one request's state
+
+    def _are_plain(self, segments: Sequence[Segment]) -> bool:
+        """Whether each has one row, takes the likeliest token and wants nothing else."""
+        for segment in segments:
+            request = segment.request
+            if segment.num_drafts:
+                return False
+            if request.request_id not in self._plain:
+                if _needs_state(request.params) or request.params.num_logprobs is not None:
+                    return False
+                self._plain.add(request.request_id)
+        return True
 
     def _admit(self, request: Request) -> str | None:
         """Make the request's state if it needs one. A sentence if its ids are not in the vocabulary."""

@@ -12,7 +12,7 @@ from ctypes import POINTER, c_float, c_int32, c_int64, c_void_p
 
 from engine_worker.model.native import build
 
-_ABI = 5
+_ABI = 6
 
 
 class WeightStruct(ctypes.Structure):
@@ -64,6 +64,17 @@ class LayerStruct(ctypes.Structure):
     )
 
 
+class HeadStruct(ctypes.Structure):
+    """model.h's Head."""
+
+    _fields_ = (
+        *((name, WeightStruct) for name in ("head", "tied")),
+        *((name, c_void_p) for name in ("embedding", "norm", "cos", "sin")),
+        *((name, c_int64) for name in ("vocab", "hidden", "rotary")),
+        ("eps", c_float),
+    )
+
+
 class Library:
     """The functions, typed. Pointers are addresses of contiguous float32 or int64 memory that outlives the call."""
 
@@ -109,6 +120,20 @@ class Library:
             number,
             pointer,
             number,
+            number,
+            returns=c_int64,
+        )
+        self.model = _typed(
+            library.wg_model,
+            POINTER(HeadStruct),
+            POINTER(LayerStruct),
+            number,
+            POINTER(AttentionStruct),
+            *[pointer] * 3,
+            number,
+            pointer,
+            number,
+            *[pointer] * 3,
             number,
             returns=c_int64,
         )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -34,9 +35,12 @@ class RecordingSampler(Sampler):
         self.rows: dict[str, list[torch.Tensor]] = {}
 
     def sample(
-        self, logits: torch.Tensor, segments: Sequence[Segment]
+        self,
+        logits: torch.Tensor,
+        segments: Sequence[Segment],
+        found: tuple[np.ndarray, np.ndarray] | None = None,
     ) -> tuple[dict[str, SampledToken], dict[str, str]]:
-        tokens, failed = super().sample(logits, segments)
+        tokens, failed = super().sample(logits, segments, found)
         index = 0
         for segment in segments:  # with drafts, only the rows that tokens were taken from
             request_id = segment.request.request_id

@@ -1,10 +1,11 @@
 // The library's functions, with C linkage: plain pointers and sizes, so that no header of torch or Python is needed to
 // build it and no version of theirs can break it. native/kernels.py is the other side of every signature here.
 #include "layer.h"
+#include "model.h"
 
 extern "C" {
 
-int64_t wg_abi() { return 5; }
+int64_t wg_abi() { return 6; }
 
 void wg_rms_norm(float* x, const float* delta, const float* weight, float eps, float* out, int64_t rows, int64_t n) {
   rms_norm(x, delta, weight, eps, out, rows, n, n, n);
@@ -46,6 +47,41 @@ int64_t wg_layers(const Layer* layers, int64_t count, const Attention* call, flo
   for (int64_t i = 0; i < count; i++)
     sound = run_layer(layers[i], *call, hidden, {tokens, slots, cos, sin}, {needed, i + 1 < count ? -1 : num_needed},
                       (int)threads);
+  return sound;
+}
+
+// A step of a whole model, from token ids [T] to logits [num_keep, V] of the pack positions `keep`, and the likeliest
+// token of each with its logit. Returns whether the last layer's keys and values are finite; -1, and nothing is done, for
+// an id outside the vocabulary.
+int64_t wg_model(const Head* model, const Layer* layers, int64_t count, const Attention* call, const int64_t* ids,
+                 const int64_t* positions, const int64_t* slots, int64_t tokens, const int64_t* keep, int64_t num_keep,
+                 float* logits, float* best, int64_t* likeliest, int64_t threads) {
+  const Head& m = *model;
+  for (int64_t t = 0; t < tokens; t++)
+    if (ids[t] < 0 || ids[t] >= m.vocab) return -1;
+  static thread_local std::vector<float> buffer;
+  const size_t needed = tokens * (m.hidden + 2 * m.rotary) + num_keep * m.hidden;
+  if (buffer.size() < needed) buffer.resize(needed);
+  float *hidden = buffer.data(), *cos = hidden + tokens * m.hidden, *sin = cos + tokens * m.rotary;
+  float* kept = sin + tokens * m.rotary;
+  for (int64_t t = 0; t < tokens; t++) {
+    embed(m, ids[t], hidden + t * m.hidden);
+    std::memcpy(cos + t * m.rotary, m.cos + positions[t] * m.rotary, m.rotary * sizeof(float));
+    std::memcpy(sin + t * m.rotary, m.sin + positions[t] * m.rotary, m.rotary * sizeof(float));
+  }
+  static thread_local std::vector<int64_t> rows;  // `keep` in order, each once
+  rows.assign(keep, keep + num_keep);
+  std::sort(rows.begin(), rows.end());
+  rows.erase(std::unique(rows.begin(), rows.end()), rows.end());
+  const int64_t num_rows = (int64_t)rows.size() < tokens ? (int64_t)rows.size() : -1;
+  const int64_t sound = wg_layers(layers, count, call, hidden, cos, sin, slots, tokens, num_rows < 0 ? nullptr : rows.data(),
+                                  num_rows, threads);
+  for (int64_t r = 0; r < num_keep; r++)
+    rms_norm(hidden + keep[r] * m.hidden, nullptr, m.norm, m.eps, kept + r * m.hidden, 1, m.hidden, m.hidden, m.hidden);
+  matmul(m.head, kept, num_keep, logits, m.head.rows, false, (int)threads);
+#pragma omp parallel for schedule(static) num_threads((int)threads) if (threads > 1)
+  for (int64_t r = 0; r < num_keep; r++)
+    find_likeliest(logits + r * m.head.rows, m.head.rows, best + r, likeliest + r);
   return sound;
 }
 }
