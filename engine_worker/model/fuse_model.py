@@ -8,20 +8,20 @@ it is one call. Whether it does no more is tried, as for each layer: logits, key
 model's own code.
 
 Rotations are looked up in a table that the model's own module made, of all positions up to the longest context so far.
-That is right if a position's rotation doesn't depend on the others in the pack, which is tried, too.
+That is right if a position's rotation doesn't depend on the others in the pack, which is tried, too. And the head is
+tried on results far larger than the trial's: a cap on logits can't be seen in small ones.
 """
 
 from __future__ import annotations
 
 import ctypes
-from typing import cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 
-from engine_worker.model.attention import step_context
 from engine_worker.model.backend_native import NativeBackend
 from engine_worker.model.fuse import Trial, close
 from engine_worker.model.fuse_stack import FusedStack
@@ -33,6 +33,8 @@ from engine_worker.model.packed_model import WHOLE_MODELS, Likeliest
 from engine_worker.model.packing import PackedBatch
 
 _FIRST_POSITIONS = 256  # of the table of rotations, which doubles
+_FAR_POSITION = 1 << 22  # behind the longest text that a model was trained on
+_GROWTH = 1000.0  # of the results that the head is tried on
 
 
 class FusedModel:
@@ -67,7 +69,7 @@ class FusedModel:
         if call is None:
             return None
         rows = np.array(keep, dtype=np.int64)
-        logits = torch.empty(len(keep), self.vocab_size)
+        logits = torch.empty(len(keep), self.vocab_size, dtype=torch.float32)
         best, ids = np.empty(len(keep), dtype=np.float32), np.empty(len(keep), dtype=np.int64)
         is_finite = self._stack.library.model(
             self._pointer,
@@ -101,11 +103,12 @@ class FusedModel:
         return self._rotations[0]
 
     def rotates_alone(self) -> bool:
-        """Whether a position's rotation is the same whatever others are asked for with it."""
-        whole = self._stack.rotations(torch.arange(_FIRST_POSITIONS))
-        for position in (0, 1, 17, _FIRST_POSITIONS - 1):
-            alone = self._stack.rotations(torch.tensor([position]))
-            if not all(torch.allclose(a[0], w[position], atol=1e-6) for a, w in zip(alone, whole, strict=True)):
+        """Whether a position's rotation is the same whatever others are asked for with it, one far behind included."""
+        near = torch.tensor([0, 1, 17, _FIRST_POSITIONS - 1])
+        together = self._stack.rotations(torch.cat([near, torch.tensor([_FAR_POSITION])]))
+        for index, position in enumerate(near):
+            alone = self._stack.rotations(position[None])
+            if not all(torch.allclose(a[0], t[index], atol=1e-6) for a, t in zip(alone, together, strict=True)):
                 return False
         return True
 
@@ -118,13 +121,10 @@ def fuse_model(module: PreTrainedModel, trial: Trial, backend: NativeBackend) ->
     if not isinstance(stack, FusedStack) or not isinstance(head, NativeLinear) or not _can_embed(embedding):
         return False
     fused = FusedModel(stack, head, embedding)
-    if not fused.rotates_alone():
-        return False
     keep = list(range(trial.batch.num_tokens - 1, -1, -2))  # some rows, out of order
-    with trial.again(backend) as context, step_context(context):
-        inputs = {"input_ids": trial.batch.input_ids, "position_ids": trial.batch.position_ids}
-        mask = torch.ones_like(trial.batch.input_ids)
-        expected = module(**inputs, attention_mask=mask, use_cache=False, logits_to_keep=torch.tensor(keep)).logits[0]
+    if not fused.rotates_alone() or not _only_multiplies(module, head, trial, backend, keep):
+        return False
+    expected = _logits_of(module, trial, backend, keep)
     with trial.again(backend) as context:
         found = fused.run(trial.batch, context.kv, keep)
     if found is None or found[0].shape != expected.shape or not close(found[0], expected):
@@ -133,6 +133,35 @@ def fuse_model(module: PreTrainedModel, trial: Trial, backend: NativeBackend) ->
         return False
     WHOLE_MODELS[module] = fused
     return True
+
+
+def _logits_of(module: PreTrainedModel, trial: Trial, backend: NativeBackend, keep: list[int]) -> Tensor:
+    """The model's own logits [len(keep), V] of these rows of the trial."""
+    ids, positions = trial.batch.input_ids, trial.batch.position_ids
+    inputs = {"input_ids": ids, "position_ids": positions, "attention_mask": torch.ones_like(ids), "use_cache": False}
+    with trial.again(backend):
+        return cast(Tensor, module(**inputs, logits_to_keep=torch.tensor(keep)).logits[0])
+
+
+def _only_multiplies(
+    module: PreTrainedModel, head: NativeLinear, trial: Trial, backend: NativeBackend, keep: list[int]
+) -> bool:
+    """Whether logits are the head's answer to the decoder's result even where that is large."""
+    seen: list[Tensor] = []
+
+    def grow(base: nn.Module, args: Any, output: Any) -> None:
+        output.last_hidden_state = output.last_hidden_state * _GROWTH
+        seen.append(output.last_hidden_state)
+
+    hook = module.base_model.register_forward_hook(grow)
+    try:
+        logits = _logits_of(module, trial, backend, keep)
+    finally:
+        hook.remove()
+    if len(seen) != 1:
+        return False
+    expected = head(seen[0][0, keep])
+    return logits.shape == expected.shape and close(logits, expected)
 
 
 def _can_embed(embedding: nn.Module) -> bool:

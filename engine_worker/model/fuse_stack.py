@@ -130,7 +130,7 @@ class FusedStack:
 
     def rotations(self, positions: Tensor) -> tuple[Tensor, Tensor]:
         """cos and sin [P, R] of these positions [P]."""
-        like = torch.empty(1, len(positions), 1)
+        like = torch.empty(1, len(positions), 1, dtype=torch.float32)
         cos, sin = self._rotary(like, position_ids=positions[None])
         return cos[0].float().contiguous(), sin[0].float().contiguous()
 

@@ -80,7 +80,7 @@ def _rewrite(
         layers, trial = fuse_layers(module, backend)
         is_stack = trial is not None and fuse_stack(module, layers, trial, backend)
         is_whole = trial is not None and is_stack and fuse_model(module, trial, backend)
-        extent = ", with all around them into one call" if is_whole else ", into one call" if is_stack else ""
+        extent = (", into one call" if is_stack else "") + (" with embedding and head" if is_whole else "")
         details.append(f"{len(layers)} of {num_layers(module)} layers fused{extent}")
     if moved := use_huge_pages(_packed_tensors(module)):
         details.append(f"{format_bytes(moved)} of memory for weights on huge pages")

@@ -26,11 +26,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from engine_worker.core.types import Refusal, Request, SampledToken, SamplingParams, Segment
+from engine_worker.core.types import Refusal, Request, SampledToken, Segment
 from engine_worker.model.errors import GrammarFailed
 from engine_worker.model.logprobs import with_logprobs
 from engine_worker.model.sampler_draw import Draw, draw_tokens, likeliest, new_key, seeded_key
 from engine_worker.model.sampler_logits import BadWords, Edits, TokenHistory, outside_of
+from engine_worker.model.sampler_plain import PlainRequests, has_penalties, needs_state
 from engine_worker.model.sampler_rows import Row, Rows, rows_of
 
 if TYPE_CHECKING:  # needs llguidance, which an engine without structured output can do without
@@ -75,7 +76,7 @@ class Sampler:
         self._completed: set[str] = set()
         self._following: dict[str, tuple[SampledToken, ...]] = {}
         self._buffer: Tensor | None = None
-        self._plain: set[str] = set()  # requests seen that take the likeliest token and want nothing else
+        self._plain = PlainRequests()
 
     def prepare(self, segments: Iterable[Segment]) -> None:
         """Begin, beside the model's work, what sampling these segments in this step or a later one will need."""
@@ -91,7 +92,7 @@ class Sampler:
         Returns the tokens by request id, and a sentence by request id for each that failed. `following` has the tokens
         that come behind these where drafts were right, `completed` who is at the end of a grammar.
         """
-        if found is not None and self._are_plain(segments) and np.isfinite(found[0]).all():
+        if found is not None and self._plain.covers(segments) and np.isfinite(found[0]).all():
             self._completed.clear()
             self._following = {}
             ids = found[1].tolist()
@@ -144,7 +145,7 @@ class Sampler:
     def release(self, request_id: str) -> None:
         """Forget a request. Unknown ids are fine."""
         self._states.pop(request_id, None)
-        self._plain.discard(request_id)
+        self._plain.release(request_id)
         if self._masks is not None:
             self._masks.release(request_id)
 
@@ -170,22 +171,10 @@ class Sampler:
 
     # ---- one request's state
 
-    def _are_plain(self, segments: Sequence[Segment]) -> bool:
-        """Whether each has one row, takes the likeliest token and wants nothing else."""
-        for segment in segments:
-            request = segment.request
-            if segment.num_drafts:
-                return False
-            if request.request_id not in self._plain:
-                if _needs_state(request.params) or request.params.num_logprobs is not None:
-                    return False
-                self._plain.add(request.request_id)
-        return True
-
     def _admit(self, request: Request) -> str | None:
         """Make the request's state if it needs one. A sentence if its ids are not in the vocabulary."""
         params = request.params
-        if request.request_id in self._states or not _needs_state(params):
+        if request.request_id in self._states or not needs_state(params):
             return None
         if params.grammar and self._masks is None:
             return "This worker can't constrain its output (its start-up log says why)."
@@ -211,7 +200,7 @@ class Sampler:
             forbidden = torch.tensor(sorted({*self.eos_token_ids, *params.stop_token_ids}), dtype=torch.int64)
         return _RequestState(
             key=new_key() if params.seed is None else seeded_key(params.seed),
-            history=TokenHistory(params) if _has_penalties(params) else None,
+            history=TokenHistory(params) if has_penalties(params) else None,
             bias=bias,
             forbidden=forbidden,
             bad_words=BadWords(params.bad_words) if params.bad_words else None,
@@ -337,15 +326,6 @@ class Sampler:
             if len(rows) > 1:
                 self._following[rows[0].request.request_id] = tuple(tokens[row.index] for row in rows[1:])
         return {rows[0].request.request_id: tokens[rows[0].index] for rows in verified}
-
-
-def _has_penalties(params: SamplingParams) -> bool:
-    return params.presence_penalty != 0 or params.frequency_penalty != 0 or params.repetition_penalty != 1
-
-
-def _needs_state(params: SamplingParams) -> bool:
-    edits = params.logit_bias or params.min_tokens or params.grammar or params.allowed_token_ids or params.bad_words
-    return not params.is_greedy or _has_penalties(params) or bool(edits)
 
 
 UNSOUND = (

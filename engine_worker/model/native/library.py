@@ -123,6 +123,7 @@ class Library:
             number,
             returns=c_int64,
         )
+        self.find_likeliest = _typed(library.wg_find_likeliest, pointer, number, number, pointer, pointer, number)
         self.model = _typed(
             library.wg_model,
             POINTER(HeadStruct),

@@ -65,7 +65,7 @@ def demo() -> Iterator[tuple[PackedModel, list[list[int]], list[Answer]]]:
         assert runner.info.attention_backend == "cpu"
     else:
         assert runner.info.attention_backend == "native"
-        assert "30 of 30 layers fused, into one call" in runner.info.detail
+        assert "30 of 30 layers fused, into one call with embedding and head" in runner.info.detail
     yield runner._model, prompts, expected
     torch.set_num_threads(num_threads)
 

@@ -250,7 +250,7 @@ def test_native_kernels(family: str, isa: str) -> None:
     if isa != "avx512" and family not in ("llama", "gemma3_text", "gpt_oss"):
         pytest.skip("a few families suffice for a second instruction set")
     module, backend, details = native_model(family, isa)
-    one_call = ", into one call" if family in STACKED else ""
+    one_call = ", into one call with embedding and head" if family in STACKED else ""
     assert f"{3 if family in FUSED else 0} of 3 layers fused{one_call}" in details
     engine = TinyEngine(module, budget=16, num_blocks=SMALL_POOL[8], backend=backend)
     assert_equal(engine.run(prompts(), MAX_TOKENS), reference(family))

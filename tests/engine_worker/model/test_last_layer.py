@@ -48,7 +48,7 @@ def prepared(isa: str, shape: str, quantization: str) -> tuple[Any, NativeBacken
     backend = NativeBackend(library)
     module = tiny_model("llama", attention_bias=True, **SHAPES[shape])
     details = prepare_module(module, torch.float32, library, backend, quantization, lambda message: None).details
-    assert "3 of 3 layers fused, into one call" in details
+    assert "3 of 3 layers fused, into one call with embedding and head" in details
     return module, backend
 
 

@@ -26,6 +26,7 @@ class TablesAgainstDict(RuleBasedStateMachine):
         super().__init__()
         self.tables = BlockTables(2, 2, 4)
         self.model: dict[str, list[int]] = {}
+        self.lists: dict[str, list[BlockId]] = {}
 
     @rule(name=st.sampled_from("abcde"), blocks=block_lists)
     def write(self, name: str, blocks: list[int]) -> None:
@@ -42,6 +43,20 @@ class TablesAgainstDict(RuleBasedStateMachine):
     def release(self, name: str) -> None:
         self.tables.release(name)
         self.model.pop(name, None)
+        self.lists.pop(name, None)
+
+    @rule(name=st.sampled_from("abcde"), blocks=block_lists, anew=st.booleans(), data=st.data())
+    def cover(self, name: str, blocks: list[int], anew: bool, data: st.DataObject) -> None:
+        """A request's own list, which grows, and is another after a preemption; of its positions more or fewer."""
+        if anew or name not in self.lists:
+            self.lists[name] = []
+        own = self.lists[name]
+        own += [BlockId(block) for block in blocks]
+        end = data.draw(st.integers(1, 4 * len(own)))
+        row = self.tables.cover(name, own, end)
+        assert row == self.tables.cover(name, own, end)
+        self.model[name] = [int(block) for block in own[: -(-end // 4)]]
+        assert row == self.tables._rows[name]
 
     def _update(self, name: str, blocks: list[int]) -> None:
         given = [BlockId(block) for block in blocks]
@@ -96,6 +111,19 @@ def test_blocks_behind_the_segment_are_not_looked_at() -> None:
     assert tables.contiguous[batch.spans[0].row]
     batch = pack([segment("a", 4, (1,), [4, 9])], tables, CPU)
     assert not tables.contiguous[batch.spans[0].row]
+
+
+def test_a_name_that_comes_back_is_packed_with_the_blocks_it_has_now() -> None:
+    """After a preemption, of which the tables may not have heard, and for another request of the same name."""
+    tables = BlockTables(2, 4, 4)
+    first = segment("a", 0, (1,) * 6, [4, 5])
+    assert pack([first], tables, CPU).slots.tolist() == [16, 17, 18, 19, 20, 21]
+    resumed = segment("a", 0, (1,) * 6, [7, 2])
+    assert pack([resumed], tables, CPU).slots.tolist() == [28, 29, 30, 31, 8, 9]
+    tables.release("a")
+    other = segment("a", 5, (1,), [9, 3])
+    assert pack([segment("b", 0, (1,), [0]), other], tables, CPU).slots.tolist() == [0, 13]
+    tables.check_invariants()
 
 
 def test_cache_shapes_are_known_without_a_forward() -> None:

@@ -50,6 +50,12 @@ int64_t wg_layers(const Layer* layers, int64_t count, const Attention* call, flo
   return sound;
 }
 
+// The likeliest of each row of logits [rows, n], and its logit.
+void wg_find_likeliest(const float* logits, int64_t rows, int64_t n, float* best, int64_t* likeliest, int64_t threads) {
+#pragma omp parallel for schedule(static) num_threads((int)threads) if (threads > 1 && rows > 1)
+  for (int64_t r = 0; r < rows; r++) find_likeliest(logits + r * n, n, best + r, likeliest + r);
+}
+
 // A step of a whole model, from token ids [T] to logits [num_keep, V] of the pack positions `keep`, and the likeliest
 // token of each with its logit. Returns whether the last layer's keys and values are finite; -1, and nothing is done, for
 // an id outside the vocabulary.
@@ -79,9 +85,7 @@ int64_t wg_model(const Head* model, const Layer* layers, int64_t count, const At
   for (int64_t r = 0; r < num_keep; r++)
     rms_norm(hidden + keep[r] * m.hidden, nullptr, m.norm, m.eps, kept + r * m.hidden, 1, m.hidden, m.hidden, m.hidden);
   matmul(m.head, kept, num_keep, logits, m.head.rows, false, (int)threads);
-#pragma omp parallel for schedule(static) num_threads((int)threads) if (threads > 1)
-  for (int64_t r = 0; r < num_keep; r++)
-    find_likeliest(logits + r * m.head.rows, m.head.rows, best + r, likeliest + r);
+  wg_find_likeliest(logits, num_keep, m.head.rows, best, likeliest, threads);
   return sound;
 }
 }

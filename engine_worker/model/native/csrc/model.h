@@ -35,9 +35,9 @@ INLINE void find_likeliest(const float* row, int64_t n, float* best, int64_t* id
   V zeros = set1(0);
   float most = -INFINITY;
   int64_t from = 0;  // the first part that has it
-  bool sound = n % W == 0;
-  for (int64_t begin = 0; sound && begin < n; begin += PART) {
-    const int64_t end = std::min(n, begin + PART);
+  const int64_t whole = n - n % W;
+  for (int64_t begin = 0; begin < whole; begin += PART) {
+    const int64_t end = std::min(whole, begin + PART);
     V peak = load(row + begin);
     for (int64_t i = begin; i < end; i += W) {
       V x = load(row + i);
@@ -46,12 +46,13 @@ INLINE void find_likeliest(const float* row, int64_t n, float* best, int64_t* id
     const float part = top(peak);
     if (part > most) most = part, from = begin;
   }
-  if (sound && sum(zeros) == 0) {
+  int64_t next = whole;  // the first that is still to be looked at
+  if (whole > 0 && sum(zeros) == 0) {
     while (row[from] != most) from++;
   } else {
-    from = 0, most = row[0];
-    for (int64_t i = 1; i < n && most == most; i++)
-      if (!(row[i] <= most)) most = row[i], from = i;
+    from = 0, most = row[0], next = 1;
   }
+  for (int64_t i = next; i < n && most == most; i++)
+    if (!(row[i] <= most)) most = row[i], from = i;
   *best = most, *id = from;
 }
