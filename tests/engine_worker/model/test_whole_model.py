@@ -62,7 +62,7 @@ def packed_batch(chunks: Sequence[tuple[int, int]], first_id: int = 3) -> Packed
 def rows_of_logits(width: int) -> list[np.ndarray]:
     rng = np.random.default_rng(width)
     plain = rng.normal(size=width).astype(np.float32)
-    rows = [plain, -np.abs(plain) - 1, np.zeros(width, np.float32), np.round(plain), plain * np.float32(1e38)]
+    rows = [plain, -np.abs(plain) - 1, np.zeros(width, np.float32), np.round(plain), plain * np.float32(1e37)]
     rows += [np.where(plain > 0, np.float32(0.0), np.float32(-0.0))]  # equal, whatever their signs
     for place in sorted({0, 1, width // 2, width - 2, width - 1} & set(range(width))):
         for value in (np.nan, np.inf, -np.inf, 1e9, plain.max()):
