@@ -140,12 +140,25 @@ def is_active() -> bool:
     return any(isinstance(finder, _Finder) for finder in sys.meta_path)
 
 
+def is_forbidden() -> bool:
+    return os.environ.get(VARIABLE, "").lower() in _NO
+
+
+def state() -> str:
+    """How the modules run, in words for the log, and what would make them faster."""
+    if is_active():
+        return "compiled"
+    if is_forbidden():
+        return f"not compiled ({VARIABLE}={os.environ[VARIABLE]} forbids it)"
+    return "not compiled (python -m gateway.compiled makes it faster)"
+
+
 def activate(cache: Path | None = None) -> bool:
     """Import the modules compiled from now on, if there is a build of them and nobody forbids it. Never raises for a
     build that is missing; whether they are compiled is the answer."""
     if is_active():
         return True
-    if os.environ.get(VARIABLE, "").lower() in _NO or any(module in sys.modules for module in MODULES):
+    if is_forbidden() or any(module in sys.modules for module in MODULES):
         return False
     try:
         where = folder(cache)

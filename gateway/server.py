@@ -117,8 +117,7 @@ class _Server(uvicorn.Server):
         plural = "" if count == 1 else "s"
         _log.info(
             "gateway on http://%s:%d, policy %s, %d replica%s, %s",
-            host, port, self._app.settings.policy, count, plural,
-            "compiled" if compiled.is_active() else "not compiled (python -m gateway.compiled makes it faster)",
+            host, port, self._app.settings.policy, count, plural, compiled.state(),
         )  # fmt: skip
 
     def _parent_gone(self, parent_fd: int) -> None:

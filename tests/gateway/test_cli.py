@@ -167,7 +167,7 @@ def test_a_misspelt_variable_is_warned_of() -> None:
         sentence = "nothing reads the variable WARMGATE_STREM_IDLE_S; did you mean WARMGATE_STREAM_IDLE_S?"
         assert sentence in serving.output
         assert serving.output.count("nothing reads") == 1
-        assert "1 replica, not compiled (python -m gateway.compiled makes it faster)" in serving.output
+        assert "1 replica, not compiled (WARMGATE_COMPILED=0 forbids it)" in serving.output
 
 
 def test_every_variable_of_the_project_is_known() -> None:

@@ -68,6 +68,14 @@ def test_a_build_can_be_switched_off(value: str) -> None:
     assert run(code, WARMGATE_COMPILED=value).stdout == "False\n"
 
 
+def test_the_log_says_what_would_make_it_faster(tmp_path: Path) -> None:
+    code = "from gateway import compiled; compiled.activate(); print(compiled.state())"
+    plain = run(code, WARMGATE_COMPILED="", XDG_CACHE_HOME=str(tmp_path)).stdout
+    assert plain == "not compiled (python -m gateway.compiled makes it faster)\n"
+    forbidden = run(code, WARMGATE_COMPILED="off", XDG_CACHE_HOME=str(tmp_path)).stdout
+    assert forbidden == "not compiled (WARMGATE_COMPILED=off forbids it)\n"
+
+
 @pytest.mark.parametrize("mode", [0o755, 0o777])
 def test_a_build_that_cannot_be_loaded_or_trusted_is_none(tmp_path: Path, mode: int) -> None:
     """Made on another system, cut off, or where anybody may put one."""
