@@ -35,13 +35,14 @@ from policies.registry import UnknownPolicy
 
 _log = logging.getLogger("warmgate")
 _LAST_WORDS_S = 1.0  # after a second signal: for telling clients, and for what is to be written
+_LOG_FORMAT = "%(asctime)s %(levelname)s %(name)s{}: %(message)s"
 EXIT_USAGE = 2
 EXIT_PORT = 3
 
 
 def run(settings: GatewaySettings) -> int:
     """Serve until a signal. Returns the process's exit code; what is wrong is said in one sentence on stderr."""
-    logging.basicConfig(level=settings.log_level.upper(), format="%(asctime)s %(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=settings.log_level.upper(), format=_LOG_FORMAT.format(""))
     logging.getLogger("httpx").setLevel(logging.WARNING)
     for sentence in unknown_variables(os.environ, GatewaySettings.model_fields):
         _log.warning("%s", sentence)
@@ -76,6 +77,9 @@ def _run_processes(settings: GatewaySettings) -> int:
 
 
 def _serve(settings: GatewaySettings, listener: socket.socket, place: Place | None) -> int:
+    if place is not None:
+        for handler in logging.getLogger().handlers:
+            handler.setFormatter(logging.Formatter(_LOG_FORMAT.format(f" process {place.number}")))
     try:
         app = create_app(settings)
     except UnknownPolicy as error:

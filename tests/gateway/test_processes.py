@@ -163,6 +163,10 @@ def test_two_processes_count_drain_restart_and_stop_as_one() -> None:
         gateway.send(signal.SIGTERM)
         assert gateway.until_exit() == 0
         assert not any(map(_is_alive, before))
+        began = re.findall(r" INFO warmgate process (\d): gateway on ", gateway.output)
+        assert set(began) == {"0", "1"}
+        assert len(began) == 5, "two, and three that took a place"
+        assert " ERROR warmgate: process " in gateway.output, "what the parent says is of none of them"
 
 
 def test_both_record_into_one_trace_with_the_same_ids(tmp_path: Path) -> None:
