@@ -227,6 +227,7 @@ _SCHEMAS: Json = {
     ),
     "ModelList": obj(["object", "data"], object={"const": "list"}, data=array(ref("Model"))),
     "Health": obj(["status"], status=_TEXT),
+    "About": obj(["service", "api"], service=_TEXT, api=_TEXT),
     "Ready": obj(["ready"], ready=_FLAG),
     "Deleted": obj(["id", "deleted"], id=_TEXT, object={"const": "response"}, deleted=_FLAG),
 }
@@ -257,6 +258,7 @@ def document() -> Json:
         "/detokenize": {"post": post("Text of tokens", "DetokenizeRequest", "Text")},
         "/v1/models": {"get": get("Models and aliases", "ModelList")},
         "/v1/models/{model}": {"parameters": [name], "get": get("A model; its name may hold slashes", "Model")},
+        "/": {"get": get("What answers here, and where the rest is", "About")},
         "/health": {"get": get("What is behind the gateway", "Health")},
         "/ready": {"get": get("Whether a request could be served now", "Ready", {"503": _json("Ready")})},
     }

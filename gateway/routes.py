@@ -121,10 +121,27 @@ def cold_routes(gateway: Gateway) -> Starlette:
             )
         return _json({**told, "num_processes": len(parts)})
 
+    async def about(request: Request) -> Response:
+        """For whoever opens the address itself: what answers here, and where what it can do is."""
+        return _json(
+            {
+                "service": "warmgate",
+                "about": "A gateway to language models. Point OpenAI clients at /v1 of this address.",
+                "api": "/v1",
+                "models": "/v1/models",
+                "openapi": "/openapi.json",
+                "health": "/health",
+                "ready": "/ready",
+                "metrics": "/metrics",
+            }
+        )
+
     async def openapi(request: Request) -> Response:
         return Response(described, media_type="application/json")
 
     routes = [
+        Route("/", about),
+        Route("/v1", about),
         Route("/openapi.json", openapi),
         Route("/v1/models", models),
         Route("/models", models),

@@ -114,7 +114,25 @@ async def test_aliases():
         assert (await running.client.get("/v1/models/gpt-4o")).json()["root"] == "one"
 
 
-@pytest.mark.parametrize("path", ["/v1/models", "/health", "/v1/nothing"])
+@pytest.mark.parametrize("path", ["/", "/v1", "/v1/"])
+async def test_the_bare_address_says_where_everything_is(path: str):
+    """A browser, and whoever has left a path out: each that is named is there."""
+    async with gateway(Replica()) as running:
+        root = f"http://127.0.0.1:{running.port}"
+        answer = await running.client.get(root + path)
+        assert answer.status_code == 200
+        told = answer.json()
+        assert (told["service"], told["api"]) == ("warmgate", "/v1")
+        assert "/v1" in told["about"]
+        places = [place for place in told.values() if place.startswith("/")]
+        assert {"/v1", "/health", "/metrics"} <= set(places)
+        for place in places:
+            assert (await running.client.get(root + place)).status_code == 200, place
+        refused = await running.client.post(root + path, json=CHAT)
+        assert (refused.status_code, refused.json()["error"]["code"]) == (405, "method_not_allowed")
+
+
+@pytest.mark.parametrize("path", ["/", "/v1/models", "/health", "/v1/nothing"])
 async def test_every_answer_has_an_id_and_head_is_get_without_a_body(path: str):
     async with gateway(Replica()) as running:
         got = await running.client.get(path, headers={"x-request-id": "mine-1"})
