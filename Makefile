@@ -43,7 +43,7 @@ redis:
 # What has been compiled is for the sources as they were then: after a change it is made anew.
 up: install
 	@$(BIN)/python -m gateway.compiled >/dev/null || true
-	@exec $(BIN)/warmgate up $(UP)
+	@WARMGATE_MAKE=1 exec $(BIN)/warmgate up $(UP)
 
 demo: install
 	@$(BIN)/python -m loadtest.demo $(DEMO)

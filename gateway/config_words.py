@@ -15,6 +15,7 @@ OTHER_VARIABLES: Final = (
     "COMPILED",  # compiled.py
     "CONFIG",  # the settings' file
     "FUZZ",  # how long `make test` looks for what breaks parsers
+    "MAKE",  # set by `make up`, so that messages tell how options are given there
     "NATIVE",  # the workers' kernels
     "WORKERS_ON_MACHINE",  # how many workers share a machine
 )  # of the project, beside the gateway's settings

@@ -144,7 +144,9 @@ def check_ports(options: UpOptions) -> None:
             raise CannotStart(f"{port} is no port (1 to 65535): choose another with {flag}.")
         problem = bind_problem(host, port)
         if problem:
-            raise CannotStart(f"Port {port} on {host} can't be used ({problem}): choose another with {flag}.")
+            other = port + 1000 if port + 1000 < 65536 else port - 1000
+            how = f", as in make up UP='{flag} {other}'" if os.environ.get("WARMGATE_MAKE") else ""
+            raise CannotStart(f"Port {port} on {host} can't be used ({problem}): choose another with {flag}{how}.")
 
 
 def bind_problem(host: str, port: int) -> str | None:

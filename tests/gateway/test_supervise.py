@@ -22,7 +22,7 @@ from gateway.supervise import plan, preflight
 from gateway.supervise.machine import RUNNING, AllReady, ChildState, RestartRules, Role, Say, Signal, Start, Supervisor
 from gateway.supervise.plan import UpOptions
 from gateway.supervise.screen import ready_message
-from tests.support.processes import Process, free_port, free_ports, process_exists, python
+from tests.support.processes import ROOT, Process, free_port, free_ports, process_exists, python
 
 FLEET = [("worker-1", Role.WORKER), ("worker-2", Role.WORKER), ("gateway", Role.GATEWAY)]
 RULES = RestartRules(first_delay_s=1, max_delay_s=8, max_failures=4, stable_s=60, grace_s=10)
@@ -252,6 +252,18 @@ class TestPreflight:
                 preflight.check_ports(UpOptions(port=port, worker_port=free_ports(2)))
             with pytest.raises(preflight.CannotStart, match=rf"Port {port} .*--worker-port"):
                 preflight.check_ports(UpOptions(port=free_port(), worker_port=port, num_workers=1))
+
+    def test_make_is_told_how_to_pass_the_flag_on(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        assert re.search(r"^\t@WARMGATE_MAKE=1 exec .*warmgate up \$\(UP\)$", (ROOT / "Makefile").read_text(), re.M)
+        with socket.create_server(("127.0.0.1", 0)) as server:
+            port = server.getsockname()[1]
+            options = UpOptions(port=port, worker_port=free_ports(2))
+            monkeypatch.setenv("WARMGATE_MAKE", "1")
+            with pytest.raises(preflight.CannotStart, match=r"another with --port, as in make up UP='--port \d+'\.$"):
+                preflight.check_ports(options)
+            monkeypatch.delenv("WARMGATE_MAKE")
+            with pytest.raises(preflight.CannotStart, match=r"another with --port\.$"):
+                preflight.check_ports(options)
 
     def test_overlapping_ports_and_no_ports_are_refused(self) -> None:
         with pytest.raises(preflight.CannotStart, match="share port 8102"):
