@@ -18,6 +18,9 @@ GRAMMAR_LIMITS = MappingProxyType(
 )
 
 
+ATTENTION_BACKENDS = ("auto", "reference", "cpu", "native", "triton", "flashinfer")
+
+
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineConfig:
     """One worker's engine. Sizes in bytes or tokens as the names say; None means "choose for me".

@@ -6,6 +6,7 @@ import importlib
 
 import torch
 
+from engine_worker.config import ATTENTION_BACKENDS
 from engine_worker.model.attention import AttentionBackend
 from engine_worker.model.backend_cpu import CPUBackend
 from engine_worker.model.backend_flashinfer import FlashInferBackend, narrow_cache
@@ -14,8 +15,6 @@ from engine_worker.model.backend_reference import ReferenceBackend
 from engine_worker.model.errors import ModelError
 from engine_worker.model.kv_format import DENSE, KVFormat
 from engine_worker.model.native import library as native
-
-NAMES = ("auto", "reference", "cpu", "native", "triton", "flashinfer")
 
 
 def make_backend(
@@ -26,8 +25,9 @@ def make_backend(
     The kernel library must have been looked for before (native.load): where there is none, auto takes torch's kernels.
     No position reaches `max_model_len`. Raises ModelError.
     """
-    if name not in NAMES:
-        raise ModelError(f"There is no attention backend called {name}; choose {', '.join(NAMES[:-1])} or {NAMES[-1]}.")
+    if name not in ATTENTION_BACKENDS:
+        *others, last = ATTENTION_BACKENDS
+        raise ModelError(f"There is no attention backend called {name}; choose {', '.join(others)} or {last}.")
     if name == "auto":
         name = "triton" if device.type == "cuda" else "cpu" if native.current() is None else "native"
     if name == "reference":

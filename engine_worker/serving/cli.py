@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import errno
 import ipaddress
 import logging
 import os
 import re
 import sys
 from pathlib import PurePath
+from typing import NoReturn
 
 import uvloop
 
-from engine_worker.config import EngineConfig
+from engine_worker.config import ATTENTION_BACKENDS, EngineConfig
 from engine_worker.serving.server import ServerOptions, bind, serve
 from engine_worker.serving.worker import Worker
 
@@ -24,10 +26,15 @@ _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(i?)B?", re.IGNORECASE)
 _DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
+class _Parser(argparse.ArgumentParser):
+    """One that says what is wrong in a line: the options are too many to be listed above it."""
+
+    def error(self, message: str) -> NoReturn:
+        self.exit(2, f"{self.prog}: error: {message}; {self.prog} --help lists the options\n")
+
+
 def parser() -> argparse.ArgumentParser:
-    made = argparse.ArgumentParser(
-        prog="warmgate worker", description="Serve a model over OpenAI's API, with a prefix cache."
-    )
+    made = _Parser(prog="warmgate worker", description="Serve a model over OpenAI's API, with a prefix cache.")
     add = made.add_argument
     add("--model", required=True, help='a folder, a hub id, a .gguf file, or "demo"')
     add("--host", default="127.0.0.1", help="address to listen on (default %(default)s)")
@@ -54,8 +61,9 @@ def parser() -> argparse.ArgumentParser:
     )
     add(
         "--attention-backend",
+        choices=ATTENTION_BACKENDS,
         default="auto",
-        help="auto, reference, cpu, native, triton or flashinfer (default %(default)s)",
+        help="what computes attention; triton and flashinfer need CUDA (default %(default)s)",
     )
     add(
         "--quantization",
@@ -118,7 +126,7 @@ def main(argv: list[str] | None = None, *, loader: str = LOADER, check_invariant
     try:
         sock = bind(args.host, args.port)
     except OSError as error:
-        print(f"warmgate worker: can't listen on {args.host}:{args.port}: {error.strerror}.", file=sys.stderr)
+        print(f"warmgate worker: {cannot_listen(args.host, args.port, error)}", file=sys.stderr)
         return 1
     host, port = sock.getsockname()[:2]
     worker = Worker(
@@ -136,6 +144,16 @@ def main(argv: list[str] | None = None, *, loader: str = LOADER, check_invariant
     options = ServerOptions(host=args.host, port=port, drain_timeout_s=args.drain_timeout)
     with asyncio.Runner(loop_factory=uvloop.new_event_loop) as runner:
         return runner.run(serve(worker, sock, options))
+
+
+def cannot_listen(host: str, port: int, error: OSError) -> str:
+    """Why, and which option mends it."""
+    why = f"can't listen on {host}:{port}: {error.strerror}"
+    if error.errno == errno.EADDRINUSE:
+        return f"{why}; stop what listens there, or choose another --port."
+    if error.errno == errno.EACCES:
+        return f"{why}; choose a --port of 1024 or more."
+    return f"{why}; --host must be an address of this machine."
 
 
 def engine_config(args: argparse.Namespace) -> EngineConfig:

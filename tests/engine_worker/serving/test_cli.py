@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import errno
+import os
+
 import pytest
 
 from engine_worker.serving import cli
@@ -63,13 +66,28 @@ def test_sizes(text: str, size: int) -> None:
         ["--kv-events-port", "x"],
         ["--dtype", "int3"],
         ["--loader", "tests:x"],
+        ["--attention-backend", "foo"],
+        ["--ngram-min", "9"],
     ],
 )
 def test_bad_arguments(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         cli.main(["--model", "m", *arguments])
     assert caught.value.code == 2
-    assert arguments[0] in capsys.readouterr().err.splitlines()[-1]
+    [line] = capsys.readouterr().err.splitlines()
+    assert line.startswith("warmgate worker: error: ")
+    assert arguments[0] in line
+    assert line.endswith("; warmgate worker --help lists the options")
+
+
+@pytest.mark.parametrize(
+    ("number", "mended_by"),
+    [(errno.EADDRINUSE, "another --port."), (errno.EACCES, "--port of 1024"), (errno.EADDRNOTAVAIL, "--host must be")],
+)
+def test_where_it_cannot_listen_the_option_that_mends_it_is_named(number: int, mended_by: str) -> None:
+    said = cli.cannot_listen("10.0.0.9", 80, OSError(number, os.strerror(number)))
+    assert said.startswith(f"can't listen on 10.0.0.9:80: {os.strerror(number)}; ")
+    assert mended_by in said
 
 
 def test_names_in_the_api(tmp_path: object) -> None:

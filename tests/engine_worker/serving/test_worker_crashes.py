@@ -198,4 +198,7 @@ def test_a_port_in_use() -> None:
         with python("-m", "engine_worker", "--model", "any", "--port", str(port)) as process:
             assert process.until_exit() == 1
             [line] = process.output.splitlines()
-            assert line == f"warmgate worker: can't listen on 127.0.0.1:{port}: Address already in use."
+            assert line == (
+                f"warmgate worker: can't listen on 127.0.0.1:{port}: Address already in use; "
+                "stop what listens there, or choose another --port."
+            )
