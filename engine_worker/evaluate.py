@@ -32,7 +32,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from time import perf_counter
 
-from engine_worker.config import EngineConfig
+from engine_worker.config import ATTENTION_BACKENDS, EngineConfig
 from engine_worker.model.errors import ModelError
 
 TEXT = Path(__file__).parent / "model" / "evaluation.txt"
@@ -140,8 +140,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     args = _parser().parse_args(argv)
     chosen = Variant(args.quantization, args.kv_cache_dtype)
     try:
-        text = args.text.read_text(encoding="utf-8")
-        device, has_fp8 = _device(args.device)
+        text = _text(args.text)
+        device, has_fp8 = _device(args.device, chosen.quantization)
         dtype = "float32" if device == "cpu" and args.dtype == "auto" else args.dtype
         config = EngineConfig(
             model=args.model, device=device, dtype=dtype, max_num_seqs=1, attention_backend=args.attention_backend,
@@ -149,7 +149,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )  # fmt: skip
         rows = [chosen] if chosen != Variant() else list(variants(device, has_fp8))
         return 0 if _compare(config, rows, text, args) else 1
-    except (ModelError, OSError, UnicodeDecodeError) as error:
+    except (ModelError, OSError) as error:
         print(f"evaluate: {error}", file=sys.stderr)
         return 2
 
@@ -191,7 +191,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--kv-cache-dtype", choices=("auto", *KV_BOUNDS), default="auto", help="KV cache in this format only")
     add("--device", choices=("auto", "cpu", "cuda"), default="auto")
     add("--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto")
-    add("--attention-backend", default="auto", help="as for the worker")
+    add("--attention-backend", choices=ATTENTION_BACKENDS, default="auto", help="as for the worker")
     add("--text", type=Path, default=TEXT, help="a file to read (default: a text that comes along)")
     add("--max-tokens", type=int, default=1024, help="of the text (default %(default)s)")
     add("--max-increase", type=float, help="of the perplexity, as a share (default: each format's own)")
@@ -199,12 +199,28 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _device(name: str) -> tuple[str, bool]:
-    """The device's type, and whether it multiplies fp8."""
+def _text(path: Path) -> str:
+    """Raises ModelError where there is nothing to read."""
+    try:
+        return path.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        raise ModelError(
+            f"There is no file {path}: give --text one, or leave it out for the text that comes along."
+        ) from None
+    except OSError as error:
+        raise ModelError(f"The text {path} can't be read ({error.strerror}): give --text another file.") from None
+    except UnicodeDecodeError:
+        raise ModelError(f"The text {path} is not UTF-8: give --text another file.") from None
+
+
+def _device(name: str, quantization: str) -> tuple[str, bool]:
+    """The device's type, and whether it multiplies fp8. Raises ModelError for a device that isn't there or that can't
+    do `quantization`: before the dense model is read, which takes long."""
     from engine_worker.model.checkpoint_dtype import choose_device
-    from engine_worker.model.quantize import has_fp8_units
+    from engine_worker.model.quantize import check_quantization, has_fp8_units
 
     device = choose_device(name)
+    check_quantization(quantization, device)
     return device.type, has_fp8_units(device)
 
 

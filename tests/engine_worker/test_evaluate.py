@@ -45,6 +45,24 @@ def test_a_bound_that_is_missed_is_said_and_fails(
     assert capsys.readouterr().out.splitlines()[-1] == "39 positions; BEYOND A BOUND"
 
 
-def test_what_can_not_be_read_is_one_sentence(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*arguments, "--text", "/there/is/no/such/text"]) == 2
-    assert capsys.readouterr().err.startswith("evaluate: ")
+def test_what_can_not_be_read_is_one_sentence(
+    arguments: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "latin").write_bytes(b"caf\xe9")
+    for path, why in {
+        "/there/is/no/such/text": "There is no file /there/is/no/such/text: give --text one, or leave it out",
+        str(tmp_path): f"The text {tmp_path} can't be read (Is a directory): give --text another",
+        str(tmp_path / "latin"): f"The text {tmp_path / 'latin'} is not UTF-8: give --text another",
+    }.items():
+        assert main([*arguments, "--text", path]) == 2
+        [line] = capsys.readouterr().err.splitlines()
+        assert line.startswith(f"evaluate: {why}")
+
+
+def test_what_the_device_can_not_do_is_refused_before_anything_is_measured(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*arguments, "--quantization", "fp8"]) == 2
+    told = capsys.readouterr()
+    assert told.out == "", "not even the table's head"
+    assert told.err == "evaluate: Quantization fp8 needs a CUDA device, and this is cpu. Use int8 or int4.\n"
