@@ -116,11 +116,11 @@ class WorkClock:
             return since - now
         head, step = self.line[0], self.step_tokens
         num_tokens = head.num_uncached_tokens
-        if num_tokens <= step:
-            return left_s
         rates = head.rates
         slope = rates.linear_s + rates.quadratic_s * head.matched_tokens
         bend = rates.quadratic_s / 2
+        if num_tokens <= step or slope + bend <= 0.0:  # a fit may find that its tokens take no time, the whole does
+            return left_s
         done_s = max(head.prefill_s - left_s - rates.base_s, 0.0)
         done = (sqrt(slope * slope + 4.0 * bend * done_s) - slope) / (2.0 * bend) if bend > 0.0 else done_s / slope
         end = min((int(done / step) + 1) * step, num_tokens)

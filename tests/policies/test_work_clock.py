@@ -55,6 +55,16 @@ def test_news_that_come_late_find_the_head_begun() -> None:
         clock.check_invariants()
 
 
+def test_where_tokens_seem_to_take_no_time_a_long_prompt_is_one_step() -> None:
+    """A fit of replicas with no more than a request's base time has coefficients of 0."""
+    rates = Rates(base_s=4.0, linear_s=0.0, quadratic_s=0.0, decode_step_s=0.02)
+    clock = clock_with(lease("long", 0.0, 5000, rates))
+    assert clock.overtaken_s(0.01, 1.0, -inf) == 0.0
+    clock.add(lease("short", 1.0, 10), -inf)
+    clock.check_invariants()
+    assert left_s(clock, 1.0) == pytest.approx(3.0 + 0.01)
+
+
 def test_a_short_prompt_overtakes_a_long_one_but_for_the_step_under_way() -> None:
     clock = clock_with(lease("long", 0.0, 5000), lease("longer", 0.0, 9000))
     # 1.23 s in, the step that began at 1.2 lasts until 1.3
