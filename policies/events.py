@@ -18,7 +18,8 @@ from policies.types import BlockKey, KeySpace, PrefixChain, ReplicaId, ReplicaSt
 @dataclass(frozen=True, slots=True)
 class Joined:
     """A replica is known. `num_blocks` is its KV capacity in blocks of `block_tokens` (0 when unknown). `step_tokens`:
-    prompt tokens of a step, of an engine that serves the shortest first as it is told (0: first come, first served)."""
+    prompt tokens of a step, of an engine that serves the shortest first as it is told (0: first come, first served).
+    `num_seats`: requests that it computes at once (0 when unknown)."""
 
     at: float
     replica_id: ReplicaId
@@ -29,6 +30,7 @@ class Joined:
     num_blocks: int = 0
     status: ReplicaStatus = ReplicaStatus.READY
     step_tokens: int = 0
+    num_seats: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,12 +41,14 @@ class Left:
 
 @dataclass(frozen=True, slots=True)
 class Restarted:
-    """The same address answers as another process: its cache is empty and its old requests are gone."""
+    """The same address answers as another process: its cache is empty and its old requests are gone. A count of 0: as
+    it was."""
 
     at: float
     replica_id: ReplicaId
     incarnation: str
     num_blocks: int = 0
+    num_seats: int = 0
 
 
 @dataclass(frozen=True, slots=True)

@@ -106,7 +106,7 @@ class FleetState:
         replicas = self._routable(request.model)
         if request.excluded:
             replicas = tuple([r for r in replicas if r.replica_id not in request.excluded])
-        views = []
+        views, usual = [], self._usual
         held = nothing = self._index.nothing()
         matched: dict[KeySpace, list[int]] = {}
         space, num_tokens, block_tokens, most = NO_SPACE, request.num_tokens, 0, 0
@@ -128,8 +128,8 @@ class FleetState:
             matched_tokens = num_blocks * block_tokens
             if matched_tokens > longest and chain is not None:
                 longest, last = matched_tokens, chain.keys[num_blocks - 1]
-            views.append(replica.view(num_tokens, matched_tokens, now))
-        num_alike, usual = 0 if last is None else self._index.num_pins(last), self._usual
+            views.append(replica.view(num_tokens, matched_tokens, now, usual.num_output_tokens))
+        num_alike = 0 if last is None else self._index.num_pins(last)
         return FleetSnapshot(now, self._sequence, tuple(views), usual.num_output_tokens, usual.queue, num_alike)
 
     def _routable(self, model: str) -> tuple[Replica, ...]:
@@ -190,7 +190,7 @@ class FleetState:
             self._purge(known)
         replica = Replica(
             event.replica_id, event.incarnation, event.models, event.key_space, event.block_tokens, event.num_blocks,
-            event.status, ReplicaLoad(SpeedModel(), event.step_tokens),
+            event.status, ReplicaLoad(SpeedModel(), event.step_tokens, event.num_seats),
         )  # fmt: skip
         self._replicas[event.replica_id] = replica
         self._order = tuple(self._replicas[replica_id] for replica_id in sorted(self._replicas))
@@ -213,7 +213,7 @@ class FleetState:
         self._purge(replica)
         replica.incarnation = event.incarnation
         replica.num_blocks = event.num_blocks or replica.num_blocks
-        replica.load = ReplicaLoad(SpeedModel(), replica.load.clock.step_tokens)
+        replica.load = replica.load.anew(event.num_seats)
         replica.eviction_s = replica.typical_queue = 0.0
         self._mirror(replica)
         self._rates.refresh(self._order)

@@ -16,6 +16,10 @@ what we finish later leaves `own`: nothing is lost and nothing counted twice. (D
 `foreign` too small, never too large.) Foreign prefill drains with time at the replica's rate, ahead of ours; a report
 older than FOREIGN_TTL_S counts no more.
 
+Seats. A replica computes `num_seats` requests at once, where it says so. While all of them are past their first token
+nothing is prefilled: the work clock stands, and the time until one ends teaches nothing about prefill. With n seats one
+answer ends about every n-th part of the time that an answer takes, and the k-th in the line waits for k ends.
+
 Speed. First tokens that come closer together than a tenth of the time they took belong to one step of the engine.
 Such a group, and the time since the group before it or since its first dispatch, make one observation. Where a replica
 interrupts a long prompt for shorter ones, all of them make one, until the long one is through. Elsewhere a request that
@@ -78,8 +82,9 @@ class LoadFigures(NamedTuple):
 class ReplicaLoad:
     """Leases of one replica in the order of dispatch, and the numbers that follow from them."""
 
-    def __init__(self, speed: SpeedModel, step_tokens: int = 0) -> None:
+    def __init__(self, speed: SpeedModel, step_tokens: int = 0, num_seats: int = 0) -> None:
         self.speed = speed
+        self.num_seats = num_seats
         self.clock = WorkClock(step_tokens)
         self.waiting: dict[str, Lease] = {}
         self.running: dict[str, Lease] = {}
@@ -101,12 +106,16 @@ class ReplicaLoad:
         self.kv_usage = 0.0
         self.clear_at = -inf
 
+    def anew(self, num_seats: int) -> ReplicaLoad:
+        """Another process at the same address; 0 seats: as many as it had."""
+        return ReplicaLoad(SpeedModel(), self.clock.step_tokens, num_seats or self.num_seats)
+
     # Leases
 
     def dispatched(self, lease: Lease) -> None:
         self.stale_at = -inf
         self.waiting[lease.request_id] = lease
-        self.clock.add(lease, self._busy_until())
+        self.clock.add(lease, self._busy_until(lease.dispatched_at))
         self._waiting_tokens += lease.num_uncached_tokens
         self._unreported_blocks += lease.num_blocks
 
@@ -137,6 +146,7 @@ class ReplicaLoad:
         if lease.request_id in self.waiting:
             self._leave_waiting(lease, at, served=num_output_tokens is not None)
             return False
+        self._frees_seat(at)
         del self.running[lease.request_id]
         learned = num_output_tokens is not None and lease.streamed and lease.first_token_at is not None
         if learned and num_output_tokens is not None and lease.first_token_at is not None:
@@ -149,7 +159,7 @@ class ReplicaLoad:
         if self.report is not None and now - self.report.at > FOREIGN_TTL_S:
             self._forget_report()
         while self.waiting:
-            head, done_at = self.clock.line[0], self.clock.due(self._busy_until())
+            head, done_at = self.clock.line[0], self.clock.due(self._busy_until(now))
             if head.streamed or now < done_at:
                 return
             self._start(head, done_at)
@@ -165,9 +175,29 @@ class ReplicaLoad:
         self.stale_at = -inf
         del self.waiting[lease.request_id]
         self._waiting_tokens -= lease.num_uncached_tokens
-        self.clock.remove(lease, at, served, self._busy_until())
+        self.clock.remove(lease, at, served, self._busy_until(at))
         if lease.interrupted and not served:
             self._group, self._last_group_at = None, at  # what was computed of it is in the time of the others
+
+    # Seats
+
+    def _is_full(self) -> bool:
+        """Whether requests past their first token have all seats, so that no prompt is being computed."""
+        return bool(self.num_seats) and len(self.running) + self.foreign_running >= self.num_seats
+
+    def _frees_seat(self, at: float) -> None:
+        """One of the running is about to leave."""
+        if self._is_full():  # the next prompt's time begins now
+            self._last_group_at = max(self._last_group_at, at)
+            self.clock.since = max(self.clock.since, at)
+
+    def seat_wait_s(self, prefill_s: float, now: float, answer_tokens: float, rates: Rates) -> float:
+        """Seconds until one that comes now and needs `prefill_s` has a seat, if answers have `answer_tokens`;
+        after `refresh`, and where all are taken."""
+        num_ahead = self.num_waiting + self.num_running - self.num_seats
+        num_ahead = max(num_ahead - self.clock.num_overtaken(prefill_s, now), 0)
+        answer_s = answer_tokens * (rates.decode_step_s + rates.decode_kv_s * self.kv_tokens)
+        return (1 + num_ahead) * answer_s / self.num_seats
 
     # Speed
 
@@ -229,9 +259,10 @@ class ReplicaLoad:
 
     # Views
 
-    def _busy_until(self) -> float:
-        """Foreign prefill goes before ours."""
-        return self.report.at + self._foreign_s if self._foreign_s and self.report is not None else -inf
+    def _busy_until(self, now: float) -> float:
+        """Foreign prefill goes before ours, and where no seat is free nothing is prefilled."""
+        until = self.report.at + self._foreign_s if self._foreign_s and self.report is not None else -inf
+        return now if until < now and self._is_full() else until
 
     def refresh(self, now: float, num_blocks: int) -> None:
         """Bring what a view needs up to `now`, and say until when it holds.
@@ -253,8 +284,8 @@ class ReplicaLoad:
             self.clear_at = self.report.at + self._foreign_s if left else -inf
         self.kv_usage = min(kv_usage, 1.0)
         if self.waiting:
-            self.clear_at, until = self.clock.clear_at(now, self._busy_until())
-            self.stale_at = min(self.stale_at, until)
+            self.clear_at, until = self.clock.clear_at(now, self._busy_until(now))
+            self.stale_at = -inf if self._is_full() else min(self.stale_at, until)  # the clock stands
 
     def queued_prefill_s(self, now: float) -> float:
         """The work clock W, after `refresh`."""
@@ -262,7 +293,7 @@ class ReplicaLoad:
 
     def overtaken_s(self, prefill_s: float, now: float) -> float:
         """How much of W a request that comes now and needs `prefill_s` would overtake."""
-        return self.clock.overtaken_s(prefill_s, now, self._busy_until())
+        return self.clock.overtaken_s(prefill_s, now, self._busy_until(now))
 
     def figures(self, now: float, num_blocks: int) -> LoadFigures:
         """All of it at one moment, for metrics."""

@@ -48,16 +48,20 @@ class Replica:
     typical_queue: float = 0.0  # see usual.py
     slot: int = -1  # in the prefix index
 
-    def view(self, num_tokens: int, matched_tokens: int, now: float) -> ReplicaView:
+    def view(self, num_tokens: int, matched_tokens: int, now: float, answer_tokens: float) -> ReplicaView:
         """The replica as a policy sees it for a request of which it holds `matched_tokens`. Runs for every replica at
         every decision, hence the figures kept in `load`."""
         load = self.load
         if now >= load.stale_at:
             load.refresh(now, self.num_blocks)
-        queued_s, overtaken_s = load.clear_at - now, 0.0
-        if queued_s > 0.0 and load.clock.step_tokens:
+        queued_s, overtaken_s, seat_wait_s = load.clear_at - now, 0.0, 0.0
+        is_taken = 0 < load.num_seats <= load.num_waiting + load.num_running
+        if is_taken or (queued_s > 0.0 and load.clock.step_tokens):
             prefill_s = self.rates.prefill_s(num_tokens - matched_tokens, matched_tokens)
-            overtaken_s = min(load.overtaken_s(prefill_s, now), queued_s)
+            if queued_s > 0.0:
+                overtaken_s = min(load.overtaken_s(prefill_s, now), queued_s)
+            if is_taken:
+                seat_wait_s = load.seat_wait_s(prefill_s, now, answer_tokens, self.rates)
         return ReplicaView(
             self.replica_id,
             self.incarnation,
@@ -72,6 +76,7 @@ class Replica:
             self.eviction_s,
             overtaken_s,
             self.typical_queue,
+            seat_wait_s,
         )
 
     def stats(self, index: PrefixIndex, now: float) -> ReplicaStats:

@@ -130,6 +130,7 @@ class ReplicaView:
                      expected to take still (the fluid work clock W of the cost model)
     typical_queue    how many requests waited here when another came to the fleet, on average lately
     overtaken_s      seconds of the queue that this request would overtake, where the shortest are served first
+    seat_wait_s      seconds until an answer's end leaves room for it, where no more requests can run at once; else 0
     num_waiting      requests dispatched here with no first token yet
     num_running      requests here past their first token
     kv_usage         share of KV blocks held by running requests, 0 to 1
@@ -150,6 +151,7 @@ class ReplicaView:
     eviction_s: Final[float]
     overtaken_s: Final[float]
     typical_queue: Final[float]
+    seat_wait_s: Final[float]
 
     def __init__(
         self,
@@ -166,6 +168,7 @@ class ReplicaView:
         eviction_s: float = 0.0,
         overtaken_s: float = 0.0,
         typical_queue: float = 0.0,
+        seat_wait_s: float = 0.0,
     ) -> None:
         self.replica_id = replica_id
         self.incarnation = incarnation
@@ -180,6 +183,7 @@ class ReplicaView:
         self.eviction_s = eviction_s
         self.overtaken_s = overtaken_s
         self.typical_queue = typical_queue
+        self.seat_wait_s = seat_wait_s
 
     @property
     def num_in_flight(self) -> int:

@@ -1,6 +1,6 @@
 """The default policy: the replica where this request does the least harm, in seconds.
 
-    cost_i = W_i + p_i (1 + tau + L_i) + p_i q_i + kappa d_i + e_i
+    cost_i = W_i + p_i (1 + tau + L_i) + p_i q_i + kappa d_i + e_i + s_i / 2
 
 W_i  (`queue`)       prefill seconds queued there,
      (`overtaken`)   less those that the request overtakes, where the shortest are served first (work_clock.py)
@@ -27,6 +27,9 @@ e_i  (`duplicates`)  what caching again pushes out of a full replica: the tokens
                      else those that hold a prompt that all begin with would turn their caches over beside empty ones.
                      (One with a little room left is no reason: a fleet that fills evenly would chase the last. Nor is
                      it one where requests usually wait: queues spread sessions by themselves.)
+s_i  (`seats`)       seconds until it has one of the seats, where all are taken (load.py); 0 where one is free or a
+                     replica doesn't say how many it has. Half of it counts: with all of it more is computed again
+                     than the shorter wait is worth.
 
 Replicas that can are asked to serve those who wait by p_i, the shortest first and aged (`order`). Then a long prompt no
 longer stands in the way of the short ones, so less is lost by sending them where their prefix is.
@@ -58,8 +61,8 @@ MAX_LATER: Final = 8.0  # a queue longer than that says nothing more about what 
 class _Weights:
     """What is the same for all replicas: the weights of p, p q, d, and e for duplicates and new blocks, the longest
     match, whether attention's quadratic term counts (1 or 0), the weight of p for each who usually waits, whether what
-    would be overtaken is left out of the queue, what it weighs among the decode seconds, and the part that others of
-    its like bear of what is missing."""
+    would be overtaken is left out of the queue, what it weighs among the decode seconds, the part that others of its
+    like bear of what is missing, and the weight of the wait for a seat."""
 
     own: Final[float]
     delay: Final[float]
@@ -72,10 +75,11 @@ class _Weights:
     overtake: Final[float]
     beside: Final[float]
     shared: Final[float]
+    seats: Final[float]
 
     def __init__(
         self, own: float, delay: float, decode: float, price: float, room: float, longest: int, quadratic: float,
-        later: float, overtake: float, beside: float, shared: float,
+        later: float, overtake: float, beside: float, shared: float, seats: float,
     ) -> None:  # fmt: skip
         self.own = own
         self.delay = delay
@@ -88,6 +92,7 @@ class _Weights:
         self.overtake = overtake
         self.beside = beside
         self.shared = shared
+        self.seats = seats
 
 
 class Warm:
@@ -138,6 +143,8 @@ class Warm:
             if shared and matched < longest:
                 prefill -= shared * _missing_s(view, weights)
             cost = view.queued_prefill_s - overtake * view.overtaken_s + prefill * (own + waiting)
+            if view.seat_wait_s:
+                cost += weights.seats * view.seat_wait_s
             if view.num_running:
                 cost += decode * view.num_running * rates.decode_kv_s * num_tokens
             if view.eviction_s:
@@ -156,6 +163,7 @@ class Warm:
             waiting = weights.delay * view.num_waiting + weights.later * min(view.typical_queue, MAX_LATER)
             terms = {
                 "queue": view.queued_prefill_s,
+                "seats": weights.seats * view.seat_wait_s,
                 "overtaken": -weights.overtake * view.overtaken_s,
                 "prefill": prefill,
                 "recompute": self._config.tau * prefill,
@@ -196,6 +204,7 @@ class Warm:
             overtake,
             config.kappa * overtake,
             1.0 - 1.0 / (1 + num_alike) if config.alike else 0.0,
+            config.seats,
         )
 
 

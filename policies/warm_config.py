@@ -15,6 +15,7 @@ class WarmConfig:
     later            weight of the delay to those who will come, L_i p_i
     duplicate_price  weight of e_i; 0 charges nothing
     room             weight of the charge for new blocks while half of the replicas have room
+    seats            weight of s_i; 0 leaves it out
     quadratic        whether attention's quadratic term counts in p_i
     order            whether replicas are told p_i, to serve by it
     overtake         whether W_i leaves out what the request overtakes there (with `order`)
@@ -27,6 +28,7 @@ class WarmConfig:
     later: float = 1.0
     duplicate_price: float = 1.0
     room: float = 1.0
+    seats: float = 0.5
     quadratic: bool = True
     order: bool = True
     overtake: bool = True

@@ -110,6 +110,15 @@ class WorkClock:
                 overtaken += left_s
         return max(overtaken, 0.0)
 
+    def num_overtaken(self, prefill_s: float, now: float) -> int:
+        """How many in the line a request that needs `prefill_s` and comes now would overtake."""
+        place, num_overtaken = place_of(now, prefill_s, self.step_tokens), 0
+        for lease in reversed(self.line):
+            if lease.place <= place:
+                break
+            num_overtaken += 1
+        return num_overtaken
+
     def _step_left_s(self, left_s: float, now: float, since: float) -> float:
         """Seconds until the step under way ends; the head, begun at `since`, has `left_s` to go."""
         if now < since:

@@ -33,6 +33,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     incarnation           random id of this engine process's life: another value means an empty cache
     num_blocks            KV blocks in all; `num_free_blocks` of them are held by no request (cached ones included),
                           `num_cached_blocks` carry a reusable prefix
+    max_num_seqs          requests that it computes at once, at most
     step_tokens           tokens that a step computes at most, of a worker that serves the shortest first (work.py)
     queued_prefill_tokens uncached prompt tokens of waiting and running requests not computed yet
     model_fingerprint     the same for workers that can go on with each other's answers (resume.py); "" for none
@@ -71,6 +72,7 @@ class WorkerState(msgspec.Struct, frozen=True, kw_only=True):
     num_free_blocks: int = 0
     num_cached_blocks: int = 0
     step_tokens: int = 0
+    max_num_seqs: int = 0
     num_running: int = 0
     num_waiting: int = 0
     queued_prefill_tokens: int = 0

@@ -116,6 +116,7 @@ class Worker:
             num_free_blocks=stats.num_free_blocks if stats.num_blocks or not info else info.num_blocks,
             num_cached_blocks=stats.num_cached_blocks,
             step_tokens=self.config.max_num_batched_tokens,
+            max_num_seqs=self.config.max_num_seqs,
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
             queued_prefill_tokens=stats.queued_prefill_tokens,

@@ -36,6 +36,7 @@ class Report:
     base_model    the name of the model that the others are adapters of, where it is told
     incarnation   changes when the process behind the address does ("" when the engine has no such thing)
     block_tokens  its KV block size in tokens; `num_blocks` the blocks in all
+    num_seats     requests that it computes at once
     step_tokens   tokens of a step, of an engine that serves the shortest first as it is told
     model_fingerprint
                   the same for workers that can go on with each other's answers
@@ -49,6 +50,7 @@ class Report:
     block_tokens: int = 0
     num_blocks: int = 0
     step_tokens: int = 0
+    num_seats: int = 0
     has_load: bool = False
     num_running: int = 0
     num_waiting: int = 0

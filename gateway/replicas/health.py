@@ -186,7 +186,8 @@ class _Watcher:
         replica, registry = self._replica, self._registry
         if replica.joined and report.incarnation != replica.incarnation:
             registry.set_status(replica, ReplicaStatus.LOADING, "restarted")
-            registry.restarted(replica, report.incarnation, report.capacity_blocks(replica.block_tokens))
+            num_blocks = report.capacity_blocks(replica.block_tokens)
+            registry.restarted(replica, report.incarnation, num_blocks, report.num_seats)
             self._cuts.restarted(replica)
             self._cut_of = None
         if not report.models:

@@ -219,6 +219,7 @@ class Registry:
                 replica.num_blocks,
                 replica.status,
                 report.step_tokens,
+                report.num_seats,
             )
         )
         _log.info(
@@ -226,12 +227,12 @@ class Registry:
             replica.replica_id, replica.dialect, report.status.value, ", ".join(sorted(report.models)), cut.key_mode,
         )  # fmt: skip
 
-    def restarted(self, replica: Replica, incarnation: str, num_blocks: int) -> None:
+    def restarted(self, replica: Replica, incarnation: str, num_blocks: int, num_seats: int) -> None:
         """Another process answers there: what was cached and queued is gone."""
         _log.info("replica %s restarted: its cache counts as empty", replica.replica_id)
         replica.incarnation = incarnation
         replica.num_blocks = num_blocks
-        self._emit(Restarted(self._clock(), replica.replica_id, incarnation, num_blocks))
+        self._emit(Restarted(self._clock(), replica.replica_id, incarnation, num_blocks, num_seats))
         self._on_restart(replica.replica_id)
 
     def reports(self, replica: Replica, report: Report) -> None:

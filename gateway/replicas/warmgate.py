@@ -53,6 +53,7 @@ class WarmgateDialect:
             block_tokens=state.block_size,
             num_blocks=state.num_blocks,
             step_tokens=state.step_tokens,
+            num_seats=state.max_num_seqs,
             has_load=True,
             num_running=state.num_running,
             num_waiting=state.num_waiting,

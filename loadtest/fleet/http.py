@@ -183,6 +183,7 @@ class _Server:
             num_free_blocks=stats.num_free_blocks,
             num_cached_blocks=stats.num_cached_blocks,
             step_tokens=replica.step_words,
+            max_num_seqs=config.max_num_seqs,
             num_running=stats.num_running,
             num_waiting=stats.num_waiting,
             queued_prefill_tokens=stats.queued_prefill_tokens // replica.wording.compress,

@@ -100,7 +100,7 @@ class Simulation:
             blocks, tokens = self.setup.fleet.num_blocks[replica.index], self._trace.block_tokens
             joined = events.Joined(
                 0.0, replica.replica_id, "0", frozenset((MODEL,)), SPACE, tokens, blocks,
-                step_tokens=self.setup.fleet.token_budget,
+                step_tokens=self.setup.fleet.token_budget, num_seats=self.setup.fleet.max_num_seqs,
             )  # fmt: skip
             self._tell_all(joined)
 

@@ -74,12 +74,19 @@ def state(**fields: object) -> WorkerState:
     return WorkerState(**{**values, "num_blocks": 100, "num_free_blocks": 75, **fields})
 
 
-STATE = state(num_running=2, num_waiting=1, queued_prefill_tokens=50, step_tokens=512, served_models=["m", "alias"])
+STATE = state(
+    num_running=2,
+    num_waiting=1,
+    queued_prefill_tokens=50,
+    step_tokens=512,
+    max_num_seqs=8,
+    served_models=["m", "alias"],
+)
 ENGINES: dict[str, tuple[Answers, dict[str, object]]] = {
     "warmgate": (
         {"/internal/state": STATE},
         {"num_running": 2, "num_waiting": 1, "kv_usage": 0.25, "queued_prefill_tokens": 50, "incarnation": "i1",
-         "block_tokens": 16, "num_blocks": 100, "step_tokens": 512, "models": {"m", "alias"}},
+         "block_tokens": 16, "num_blocks": 100, "step_tokens": 512, "num_seats": 8, "models": {"m", "alias"}},
     ),
     "vllm": (
         {"/v1/models": models("vllm"), "/metrics": VLLM_METRICS},

@@ -104,6 +104,7 @@ def test_warm_tells_every_term_in_seconds_and_they_add_up() -> None:
     for score in decision.scores:
         assert score.terms.keys() == {
             "queue",
+            "seats",
             "overtaken",
             "prefill",
             "recompute",

@@ -22,6 +22,7 @@ BUSY = view(
     eviction_s=1e-4,
     overtaken_s=0.3,
     typical_queue=1.5,
+    seat_wait_s=0.4,
 )
 COLD = view("b", eviction_s=2e-4, num_waiting=4)
 
@@ -48,6 +49,7 @@ def changed(config: WarmConfig) -> set[str]:
         (WarmConfig(overtake=False), {"overtaken", "decode"}),
         (WarmConfig(order=False), {"overtaken", "decode"}),  # the replica then serves in the order of arrival
         (WarmConfig(room=0.5), set()),  # both are full
+        (WarmConfig(seats=0.0), {"seats"}),
         (WarmConfig(quadratic=False), {"prefill", "recompute", "later", "delay"}),
     ],
 )

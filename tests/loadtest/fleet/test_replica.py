@@ -152,6 +152,7 @@ async def test_its_state_and_tokenizer_are_a_workers(bench: Bench) -> None:
         told = await (await session.post(f"{bench.url}/tokenize", json=body)).json()
     assert (state.status, state.block_size, state.num_blocks, state.model) == ("ready", 32, 40, "m")
     assert state.step_tokens == 8192 // 16, "in words, as all that it says"
+    assert state.max_num_seqs == bench.replica.config.max_num_seqs
     assert state.model_fingerprint, "a gateway tells nobody else how much work it expects"
     assert msgspec.json.decode(data, type=TokenizerBundle).fingerprint == state.tokenizer_fingerprint
     assert tuple(told["tokens"]) == token_ids(text)
