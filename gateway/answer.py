@@ -8,7 +8,7 @@ import os
 import random
 import re
 from collections.abc import Awaitable, Callable, Iterable, MutableMapping
-from typing import Any
+from typing import Any, ClassVar
 
 from engine_worker.contract.errors import ApiError, check_json_type
 from gateway.guard import Guard, Interrupt
@@ -141,6 +141,7 @@ class Answer:
     """
 
     __slots__ = ("_cycle", "_scope", "_send", "completed", "headers", "started", "status")
+    is_verbatim: ClassVar[bool] = True  # what is written reaches the client as it is
 
     def __init__(self, scope: Scope, send: Send) -> None:
         self._scope = scope

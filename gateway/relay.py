@@ -9,6 +9,7 @@ answer, which comes through here again (proxy.py, resume.py).
 from __future__ import annotations
 
 import asyncio
+import codecs
 import time
 from typing import Any
 
@@ -32,6 +33,7 @@ from policies.events import FailureKind
 _MAX_ERROR_BYTES = 1024 * 1024
 _DRAIN_S = 1.0
 _RESUMED = b": resumed on another replica\n\n"
+_BOM = codecs.BOM_UTF8
 
 
 class Relay:
@@ -76,7 +78,8 @@ class Relay:
         num_before = exchange.transcript.num_tokens if exchange.transcript is not None else 0
         scanner = self._resumer.scanner(exchange, lease.replica, response, self._max_event_bytes)
         exchange.scanner = scanner
-        first = await self._first_events(scanner, response)
+        bom, chunk = await _opened(response)
+        first = await self._first_events(scanner, response, chunk)
         now = time.monotonic()
         lease.first_token(response.cached_tokens)
         self._resumer.begun(exchange, lease, scanner, first, response.cached_tokens)
@@ -88,6 +91,8 @@ class Relay:
             exchange.record.first_token_at = now
             exchange.cached(response.cached_tokens)
             await exchange.answer.start(response.status, response.headers())
+            if bom and exchange.answer.is_verbatim:
+                first = bom + first
         rest = first
         if exchange.answer.connection is None:
             rest = await self._write_on(exchange, scanner, response, first, now)
@@ -117,12 +122,11 @@ class Relay:
         await exchange.answer.end(rest)
         await self._drain(exchange, response)
 
-    async def _first_events(self, scanner: StreamScanner, response: UpstreamResponse) -> bytes:
-        """Everything up to and with the first data event."""
+    async def _first_events(self, scanner: StreamScanner, response: UpstreamResponse, chunk: bytes) -> bytes:
+        """Everything up to and with the first data event, of a stream that begins with `chunk`."""
         parts: list[bytes] = []
         size = 0
         while not scanner.num_events:
-            chunk = await response.read_some()
             if not chunk:
                 raise UpstreamError(UpstreamFailure.BROKEN, "it ended its stream before the first token")
             part = scanner.feed(chunk)
@@ -132,6 +136,8 @@ class Relay:
                 raise SseError(scanner.broken)
             if size > self._max_event_bytes:
                 raise UpstreamError(UpstreamFailure.BROKEN, "it sent comments without end and no token")
+            if not scanner.num_events:
+                chunk = await response.read_some()
         if scanner.error is not None:
             raise ReplicaRefused(_error_failure(scanner.error))
         return b"".join(parts)
@@ -198,6 +204,19 @@ def read_frame(body: bytes) -> Frame:
     if frame.failure is not None and not frame.choices:
         raise ReplicaRefused(_error_failure(frame.failure))
     return frame
+
+
+async def _opened(response: UpstreamResponse) -> tuple[bytes, bytes]:
+    """A byte order mark, where the stream begins with one (of the first event it is no part), and what comes next."""
+    chunk = await response.read_some()
+    while chunk and len(chunk) < len(_BOM) and _BOM.startswith(chunk):
+        more = await response.read_some()
+        if not more:
+            return b"", chunk
+        chunk += more
+    if not chunk.startswith(_BOM):
+        return b"", chunk
+    return _BOM, chunk[len(_BOM) :] or await response.read_some()
 
 
 async def _refusal(response: UpstreamResponse) -> Failure:

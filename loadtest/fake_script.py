@@ -9,6 +9,7 @@ tokens of an answer, so a fault that lies before a continuation's beginning does
 from __future__ import annotations
 
 import asyncio
+import codecs
 import os
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
@@ -42,6 +43,7 @@ class Script(msgspec.Struct, kw_only=True):
     end_s                   seconds between a stream's last event and the end of its body
     chunk_bytes             cut what is written into pieces of so many bytes, each its own segment (0: don't)
     newline                 line ends of the stream: "\\n" or "\\r\\n"
+    bom                     a byte order mark begins the stream
     cached_tokens           sent as x-warmgate-cached-tokens and in usage
     guesses                 tokens speculated for each token, one of them rightly: told in marks and usage
     poison                  a request with this text in it kills the worker (FakeWorker.on_poison)
@@ -61,6 +63,7 @@ class Script(msgspec.Struct, kw_only=True):
     chunk_bytes: int = 0
     newline: str = "\n"
     comments: bool = False
+    bom: bool = False
     cached_tokens: int = 0
     guesses: int = 0
     poison: str = ""
@@ -174,6 +177,8 @@ class Play:
         if fault == "stall" and script.after == 0:
             await asyncio.Event().wait()
         await self._write(_head(200, None, {**self._headers(), "content-type": "text/event-stream"}))
+        if script.bom:
+            await self._write(_chunk(codecs.BOM_UTF8))
         async for event in self._events():
             await self._write(_chunk(event.replace(b"\n", end)))
         await asyncio.sleep(script.end_s)

@@ -58,6 +58,7 @@ class TranslatedAnswer(Answer):
     """Raises SseError from `write` where the replica's words are not chat's."""
 
     __slots__ = ("_ended", "_record", "_translation")
+    is_verbatim = False
 
     def __init__(self, scope: Scope, send: Send, translation: Translation, record: RequestRecord) -> None:
         super().__init__(scope, send)

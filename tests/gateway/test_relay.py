@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 
 import httpx
@@ -38,6 +39,9 @@ async def test_a_whole_answer_is_relayed_as_it_is_with_the_routing_headers():
         {"newline": "\r\n", "chunk_bytes": 5, "comments": True},
         {"comments": True},
         {"fault": "malformed", "after": 2},
+        {"bom": True},
+        {"bom": True, "chunk_bytes": 1, "num_tokens": 3},
+        {"bom": True, "newline": "\r\n", "comments": True},
     ],
 )
 async def test_a_stream_is_relayed_byte_for_byte(script):
@@ -51,6 +55,23 @@ async def test_a_stream_is_relayed_byte_for_byte(script):
         assert answer.content == direct.content
         assert answer.headers["content-type"] == "text/event-stream"
         assert tokens(answer.content) == [f" t{n}" for n in range(replica.worker.script.num_tokens)]
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/messages", "/v1/responses"])
+async def test_a_byte_order_mark_hides_no_event(path):
+    """Neither a token, from whoever counts or translates them, nor an error that comes first and deserves a status."""
+    replica = Replica()
+    async with gateway(replica) as running:
+        replica.play(bom=True, num_tokens=3)
+        asked = {"input": "hi"} if path == "/v1/responses" else {"messages": CHAT["messages"], "max_tokens": 3}
+        body = {"model": "fake", "stream": True, **asked}
+        answer = await running.client.post(path, json=body)
+        assert tokens(answer.content)[:3] == [" t0", " t1", " t2"]
+        assert answer.content.startswith(codecs.BOM_UTF8) == (path == "/v1/chat/completions")
+        replica.play(bom=True, fault="error", after=0)
+        answer = await running.client.post(path, json=body)
+        assert answer.status_code == 500
+        assert "told to fail" in answer.text
 
 
 async def test_the_request_body_arrives_byte_for_byte_and_headers_are_cleaned():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import codecs
 import json
 from typing import Any
 
@@ -57,6 +58,17 @@ async def test_whatever_breaks_an_answer_another_replica_goes_on_with_it(fault, 
         [broken] = [answer for answer in answers if answer.content != undisturbed]
         check_invisible(broken.content, undisturbed)
         assert (good.log.num_resumed, good.log.num_bad_resumes) == (1, 0)
+
+
+async def test_a_byte_order_mark_stays_at_the_beginning():
+    bad, good = replicas(2, bom=True)
+    async with gateway(bad, good) as running:
+        undisturbed = (await ask(running)).content
+        assert undisturbed.startswith(codecs.BOM_UTF8)
+        bad.play(bom=True, fault="die", after=5, times=1)
+        [broken] = [body for _ in range(2) if COMMENT in (body := (await ask(running)).content)]
+        check_invisible(broken, undisturbed)
+        assert good.log.num_bad_resumes == 0
 
 
 async def test_tokens_that_were_speculated_count_wherever_that_was():
