@@ -84,7 +84,7 @@ class ReplicaLoad:
 
     def __init__(self, speed: SpeedModel, step_tokens: int = 0, num_seats: int = 0) -> None:
         self.speed = speed
-        self.num_seats = num_seats
+        self.num_seats = max(num_seats, 0)  # a replica may tell anything
         self.clock = WorkClock(step_tokens)
         self.waiting: dict[str, Lease] = {}
         self.running: dict[str, Lease] = {}

@@ -121,6 +121,19 @@ def test_where_nobody_tells_the_seats_there_is_no_wait_for_them() -> None:
     assert seen(fleet, 1.0)[0].seat_wait_s == 0.0
 
 
+@pytest.mark.parametrize("told", [-1, 10**400])
+def test_seats_that_nobody_can_have_count_as_not_told(told: int) -> None:
+    fleet = fleet_with_seats(told)
+    run_at_a(fleet, 3)
+    dispatch(fleet, "a", "last", "z", 1.0)
+    queued = [seen(fleet, now)[0] for now in (1.0, 1.000001)]
+    assert [each.seat_wait_s for each in queued] == [0.0, 0.0]
+    assert queued[1].queued_prefill_s < queued[0].queued_prefill_s, "the work clock runs"
+    fleet.apply(Restarted(2.0, ReplicaId("a"), "two", num_seats=told))
+    run_at_a(fleet, 3)
+    assert seen(fleet, 2.0)[0].seat_wait_s == 0.0
+
+
 def test_others_requests_take_seats_too() -> None:
     fleet = fleet_with_seats(2)
     fleet.apply(StatsReported(0.0, ReplicaId("a"), num_running=2, num_waiting=0, kv_usage=0.0))
