@@ -187,10 +187,14 @@ class PromptRenderer:
         add_generation_prompt: bool = True,
         continue_final_message: bool = False,
         chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_special_tokens: bool = False,
     ) -> list[int]:
-        """Token ids of a chat, ready for the model. Raises PromptError."""
+        """Token ids of a chat, ready for the model. Raises PromptError.
+
+        `add_special_tokens` puts the tokenizer's own around it, for a template that leaves them out (vLLM's field).
+        """
         text = self.render_chat(messages, tools, add_generation_prompt, continue_final_message, chat_template_kwargs)
-        return self.encode(text, add_special_tokens=False)
+        return self.encode(text, add_special_tokens)
 
     def decode(self, ids: Sequence[int], skip_special_tokens: bool) -> str:
         """Text of `ids`. Raises PromptError on an id that the vocabulary can't have."""

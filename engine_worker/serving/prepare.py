@@ -106,6 +106,7 @@ class Preparer:
             add_generation_prompt=request.add_generation_prompt is not False and not request.continue_final_message,
             continue_final_message=bool(request.continue_final_message),
             chat_template_kwargs=template_kwargs(request.chat_template_kwargs, request.reasoning_effort),
+            add_special_tokens=bool(request.add_special_tokens),
         )
         max_tokens = request.max_completion_tokens or request.max_tokens
         num_logprobs = (request.top_logprobs or 0) if request.logprobs else None

@@ -65,6 +65,7 @@ class ChatRequest(GenerationRequest, kw_only=True):
     reasoning_effort: str | None = None
     add_generation_prompt: bool | None = None
     continue_final_message: bool | None = None
+    add_special_tokens: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 
 

@@ -14,6 +14,7 @@ from engine_worker.contract.errors import ApiError
 from engine_worker.contract.prompt import PromptRenderer
 from engine_worker.serving.prepare import PreparedCall, Preparer
 from tests.engine_worker.serving.fake_engine import FakeRunner
+from tests.support.tiny_tokenizer import tiny_bundle
 
 RUNNER = FakeRunner(EngineConfig(model="fake", max_model_len=200))
 RENDERER = PromptRenderer(RUNNER.tokenizer)
@@ -46,6 +47,18 @@ def test_a_chat_without_anything() -> None:
     assert (params.temperature, params.top_p, params.top_k, params.seed) == (1.0, 1.0, 0, None)
     assert params.num_logprobs is None
     assert (call.n, call.stream, call.stops, call.salt) == (1, False, (), "")
+
+
+def test_a_chat_gets_the_tokenizers_own_tokens_where_they_are_asked_for() -> None:
+    renderer = PromptRenderer(tiny_bundle())
+    preparer = Preparer(RUNNER.info, renderer, ("fake",))
+    text = renderer.render_chat(USER)
+    for wanted in (True, False, None):
+        [prompt] = preparer.chat(
+            json.dumps({"model": "fake", "messages": USER, "add_special_tokens": wanted}).encode()
+        ).prompts
+        assert prompt == renderer.encode(text, bool(wanted))
+    assert renderer.encode(text, True) != renderer.encode(text, False)
 
 
 def test_a_completion_without_anything() -> None:

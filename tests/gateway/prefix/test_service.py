@@ -76,6 +76,18 @@ async def test_plain_prompts_get_their_special_tokens(service: PrefixService, ki
             assert chain.keys == plain_keys(space, renderer.encode(text, add is not False))
 
 
+@pytest.mark.parametrize("kind", ["bytes", "metaspace"])
+async def test_chats_get_special_tokens_as_the_worker_gives_them(service: PrefixService, kind: str) -> None:
+    bundle = tiny_bundle(kind=kind)
+    renderer = PromptRenderer(bundle)
+    space = await service.register(A, "m", bundle, 2)
+    for add in (None, True, False, True):
+        source = chat("The quick brown fox", add_special_tokens=add)
+        chain = (await service.chains(source, [space.key_space]))[space.key_space]
+        assert source.messages is not None
+        assert chain.keys == plain_keys(space, renderer.chat_ids(source.messages, add_special_tokens=bool(add)))
+
+
 async def test_ids_are_taken_as_they_are(service: PrefixService) -> None:
     space = await service.register(A, "m", tiny_bundle(), 2)
     for prompt in ([5, 6, 7, 8, 9], [[5, 6, 7, 8, 9], [1]]):
