@@ -6,6 +6,9 @@ gated SiLU MLP has the same parts in llama, mistral, qwen2, qwen3, smollm3 and m
 what the real model hands to that very layer, against the layer's own code: output, keys and values must agree. What
 differs keeps its own forward. The self-test at load then covers the whole.
 
+Tried twice, at the first positions and at the last that the model has: some layers (ministral3's, inkling2's) scale
+their queries by the position, from some thousandth one on.
+
 Swaps are of instances' `forward`; parameters stay where they are. Outside a step with the native backend (in the
 self-test's reference, for one) a fused layer runs its own code.
 """
@@ -27,6 +30,7 @@ from engine_worker.core.types import BlockId, Request, SamplingParams, Segment
 from engine_worker.model.attention import StepContext, current_context, step_context
 from engine_worker.model.backend_native import NativeBackend
 from engine_worker.model.backend_reference import ReferenceBackend
+from engine_worker.model.checkpoint_files import longest_context
 from engine_worker.model.families import num_layers
 from engine_worker.model.fused_parts import LayerParts, find_parts
 from engine_worker.model.kv_tensors import KVTensors, LayerShape
@@ -162,11 +166,14 @@ def fuse_layers(module: PreTrainedModel, backend: NativeBackend) -> tuple[dict[n
     if not found:
         return {}, None
     trial = _try(module, [*found, module.base_model])
-    tried = {layer: _fuse(layer, parts, backend, trial) for layer, parts in found.items()}
+    longest = longest_context(module.config.get_text_config(decoder=True)) or 0
+    far = _try(module, list(found), first_position=max(0, longest - _NUM_TOKENS))
+    tried = {layer: _fuse(layer, parts, backend, (trial, far)) for layer, parts in found.items()}
     return {layer: fused for layer, fused in tried.items() if fused is not None}, trial
 
 
-def _try(module: PreTrainedModel, watched: list[nn.Module]) -> Trial:
+def _try(module: PreTrainedModel, watched: list[nn.Module], first_position: int = 0) -> Trial:
+    """One forward. From another first position on, only what the model's code is told of positions is another."""
     seen = {part: Seen() for part in watched}
 
     def before(layer: nn.Module, args: Any, kwargs: Any) -> None:
@@ -188,6 +195,7 @@ def _try(module: PreTrainedModel, watched: list[nn.Module]) -> Trial:
     request.block_ids = [BlockId(index) for index in reversed(range(num_blocks))]
     tables = BlockTables(1, num_blocks, _BLOCK_SIZE)
     batch = pack([Segment(request, 0, ids, request.block_ids, sample=True)], tables, module.device)
+    batch.position_ids = batch.position_ids + first_position
     kv = KVTensors(num_layers(module), num_blocks, _BLOCK_SIZE, module.device)
     try:
         PackedModel(module, ReferenceBackend(), kv).forward(batch, [_NUM_TOKENS - 1])
@@ -197,19 +205,22 @@ def _try(module: PreTrainedModel, watched: list[nn.Module]) -> Trial:
     return Trial(seen, batch, kv)
 
 
-def _fuse(layer: nn.Module, parts: LayerParts, backend: NativeBackend, trial: Trial) -> FusedLayer | None:
+def _fuse(layer: nn.Module, parts: LayerParts, backend: NativeBackend, trials: tuple[Trial, ...]) -> FusedLayer | None:
     """Try the kernels on what the layer was given. Swaps its forward if output, keys and values are the same."""
-    seen = trial.seen[layer]
-    if len(seen.args) != 1 or not isinstance(seen.output, Tensor):
-        return None
     for variant in parts.variants():
         fused = FusedLayer(layer, variant, backend)
-        with trial.again(backend) as context:
-            out = fused.run(seen.args[0], seen.kwargs, context)
-        if out is not None and close(out, seen.output) and trial.has_stored_alike(parts.layer, context.kv):
+        if all(_is_alike(fused, trial.seen[layer], trial, backend) for trial in trials):
             layer.forward = fused.forward  # type: ignore[method-assign]
             return fused
     return None
+
+
+def _is_alike(fused: FusedLayer, seen: Seen, trial: Trial, backend: NativeBackend) -> bool:
+    if len(seen.args) != 1 or not isinstance(seen.output, Tensor):
+        return False
+    with trial.again(backend) as context:
+        out = fused.run(seen.args[0], seen.kwargs, context)
+    return out is not None and close(out, seen.output) and trial.has_stored_alike(fused.parts.layer, context.kv)
 
 
 def close(ours: Tensor, theirs: Tensor) -> bool:

@@ -308,6 +308,19 @@ def test_rotations_that_look_at_the_whole_pack_are_left_alone_until_they_are_fro
         assert (module in WHOLE_MODELS) == frozen
 
 
+def test_layers_that_scale_by_the_position_are_left_alone() -> None:
+    """Ministral3's queries grow from the 16384th position on, here from the 100th: a trial of a few tokens and the
+    self-test's short sequences see nothing of it."""
+    rope = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 5.12, "original_max_position_embeddings": 100}
+    shape = {"rope_parameters": {**rope, "llama_4_scaling_beta": 0.5}, "head_dim": 8}
+    module = tiny_model("ministral3", **shape)
+    backend = prepare(module)
+    prompt = [3 + index * index % (VOCAB - 3) for index in range(130)]
+    expected = transformers_greedy(tiny_model("ministral3", **shape), prompt, 8, "eager").token_ids
+    assert TinyEngine(module, backend=backend, budget=48).run([prompt], 8)[0].token_ids == expected
+    assert module not in WHOLE_MODELS
+
+
 def test_other_backends_go_their_own_way() -> None:
     module = tiny_model("llama")
     prepare(module)
