@@ -182,7 +182,7 @@ class FleetState:
         self._candidates.clear()
         known = self._replicas.get(event.replica_id)
         if known is not None and known.incarnation == event.incarnation and known.key_space == event.key_space:
-            known.models, known.status = event.models, event.status
+            known.rejoined(event)
             self._resize(known, event.num_blocks)
             self._rates.refresh(self._order)
             return

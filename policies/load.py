@@ -107,8 +107,14 @@ class ReplicaLoad:
         self.clear_at = -inf
 
     def anew(self, num_seats: int) -> ReplicaLoad:
-        """Another process at the same address; 0 seats: as many as it had."""
+        """Another process at the same address; 0 seats: as many as it had, until it says."""
         return ReplicaLoad(SpeedModel(), self.clock.step_tokens, num_seats or self.num_seats)
+
+    def told(self, step_tokens: int, num_seats: int) -> None:
+        """What the process says of itself; 0 for what it doesn't tell."""
+        self.clock.step_tokens = step_tokens
+        self.num_seats = max(num_seats, 0)
+        self.stale_at = -inf
 
     # Leases
 

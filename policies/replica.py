@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from policies.cost import SpeedModel
+from policies.events import Joined
 from policies.load import ReplicaLoad
 from policies.prefix_index import PrefixIndex
 from policies.types import KeySpace, Rates, ReplicaId, ReplicaStatus, ReplicaView
@@ -78,6 +79,11 @@ class Replica:
             self.typical_queue,
             seat_wait_s,
         )
+
+    def rejoined(self, event: Joined) -> None:
+        """The same process says anew what it is."""
+        self.models, self.status = event.models, event.status
+        self.load.told(event.step_tokens, event.num_seats)
 
     def stats(self, index: PrefixIndex, now: float) -> ReplicaStats:
         load = self.load.figures(now, self.num_blocks)

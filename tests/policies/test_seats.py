@@ -121,6 +121,21 @@ def test_where_nobody_tells_the_seats_there_is_no_wait_for_them() -> None:
     assert seen(fleet, 1.0)[0].seat_wait_s == 0.0
 
 
+def test_a_worker_that_was_started_with_other_options_is_what_it_says() -> None:
+    fleet = fleet_with_seats(2)
+    for incarnation, told, step_tokens in (("two", 0, 512), ("three", 1, 0)):
+        fleet.apply(Restarted(2.0, ReplicaId("a"), incarnation))
+        fleet.apply(
+            Joined(2.0, ReplicaId("a"), incarnation, frozenset({MODEL}), SPACE, BLOCK, 1000, num_seats=told,
+                   step_tokens=step_tokens)
+        )  # fmt: skip
+        run_at_a(fleet, 2)
+        assert (seen(fleet, 2.0)[0].seat_wait_s > 0.0) == bool(told)
+        load = fleet._replicas[ReplicaId("a")].load
+        assert (load.num_seats, load.clock.step_tokens) == (told, step_tokens)
+        fleet.check_invariants()
+
+
 @pytest.mark.parametrize("told", [-1, 10**400])
 def test_seats_that_nobody_can_have_count_as_not_told(told: int) -> None:
     fleet = fleet_with_seats(told)
