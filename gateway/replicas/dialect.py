@@ -8,13 +8,15 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Final, Protocol
 
 import httpx
 import msgspec
 
 from engine_worker.contract.state import TokenizerBundle
 from policies.types import ReplicaStatus
+
+MAX_COUNT: Final = 2**53  # what a float can tell from its neighbours, and far more than there is of anything
 
 
 class PollError(Exception):
@@ -147,6 +149,14 @@ async def fetch_models(client: ControlClient) -> ModelList:
         return msgspec.json.decode(response.content, type=ModelList)
     except msgspec.DecodeError as error:
         raise PollError(f"/v1/models is not a model list ({error})") from error
+
+
+def count(told: float) -> int:
+    """How many that is, of a number that may be anything: every request's cost is reckoned with it, whatever replica
+    the request goes to, so one that no float holds would be everybody's error."""
+    if not told > 0:  # NaN as well
+        return 0
+    return int(told) if told < MAX_COUNT else MAX_COUNT
 
 
 def read_samples(text: str, names: frozenset[str]) -> dict[str, float]:

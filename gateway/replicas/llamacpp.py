@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine_worker.contract.state import TokenizerBundle
-from gateway.replicas.dialect import ControlClient, Report, fetch_models, read_samples
+from gateway.replicas.dialect import ControlClient, Report, count, fetch_models, read_samples
 from policies.types import ReplicaStatus
 
 _RUNNING = "llamacpp:requests_processing"
@@ -32,8 +32,8 @@ class LlamacppDialect:
             status=status,
             models=models.ids,
             has_load=_RUNNING in samples,
-            num_running=int(samples.get(_RUNNING, 0)),
-            num_waiting=int(samples.get(_WAITING, 0)),
+            num_running=count(samples.get(_RUNNING, 0)),
+            num_waiting=count(samples.get(_WAITING, 0)),
             kv_usage=min(1.0, max(0.0, samples.get(_USAGE, 0.0))),
         )
 

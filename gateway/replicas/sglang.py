@@ -8,7 +8,7 @@ from __future__ import annotations
 import msgspec
 
 from engine_worker.contract.state import TokenizerBundle
-from gateway.replicas.dialect import ControlClient, Report, fetch_models, read_samples
+from gateway.replicas.dialect import ControlClient, Report, count, fetch_models, read_samples
 from policies.types import ReplicaStatus
 
 _RUNNING = "sglang:num_running_reqs"
@@ -35,15 +35,15 @@ class SglangDialect:
             self._info = await self._server_info()
         response = await self._client.get("/metrics")
         samples = read_samples(response.text, _NAMES) if response.status_code == 200 else {}
-        page = self._info.page_size or 0
+        page = count(self._info.page_size or 0)
         return Report(
             status=ReplicaStatus.READY,
             models=models.ids,
             block_tokens=page,
-            num_blocks=(self._info.max_total_num_tokens or 0) // page if page else 0,
+            num_blocks=count(self._info.max_total_num_tokens or 0) // page if page else 0,
             has_load=_RUNNING in samples,
-            num_running=int(samples.get(_RUNNING, 0)),
-            num_waiting=int(samples.get(_WAITING, 0)),
+            num_running=count(samples.get(_RUNNING, 0)),
+            num_waiting=count(samples.get(_WAITING, 0)),
             kv_usage=min(1.0, max(0.0, samples.get(_USAGE, 0.0))),
         )
 

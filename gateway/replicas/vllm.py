@@ -7,13 +7,14 @@ restart shows as a refused connection, which the monitor sees.
 from __future__ import annotations
 
 from engine_worker.contract.state import TokenizerBundle
-from gateway.replicas.dialect import ControlClient, PollError, Report, fetch_models, read_labels, read_samples
+from gateway.replicas.dialect import ControlClient, PollError, Report, count, fetch_models, read_labels, read_samples
 from policies.types import ReplicaStatus
 
 _RUNNING = "vllm:num_requests_running"
 _WAITING = "vllm:num_requests_waiting"
 _USAGE = ("vllm:kv_cache_usage_perc", "vllm:gpu_cache_usage_perc")  # the second is older releases' name
 _STARTED = "process_start_time_seconds"
+_MAX_DIGITS = 20
 _NAMES = frozenset({_RUNNING, _WAITING, *_USAGE, _STARTED})
 
 
@@ -44,8 +45,8 @@ class VllmDialect:
             block_tokens=_int(config.get("block_size")),
             num_blocks=_int(config.get("num_gpu_blocks")),
             has_load=True,
-            num_running=int(samples[_RUNNING]),
-            num_waiting=int(samples.get(_WAITING, 0)),
+            num_running=count(samples[_RUNNING]),
+            num_waiting=count(samples.get(_WAITING, 0)),
             kv_usage=min(1.0, max(0.0, usage)),
         )
 
@@ -54,4 +55,4 @@ class VllmDialect:
 
 
 def _int(text: str | None) -> int:
-    return int(text) if text is not None and text.isdigit() else 0
+    return count(int(text[:_MAX_DIGITS])) if text is not None and text.isdecimal() else 0

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from engine_worker.contract.state import TokenizerBundle, WorkerState
-from gateway.replicas.dialect import ControlClient, PollError, Report
+from gateway.replicas.dialect import ControlClient, PollError, Report, count
 from policies.types import ReplicaStatus
 
 _STATUS = {
@@ -44,21 +44,22 @@ class WarmgateDialect:
             state = msgspec.json.decode(response.content, type=WorkerState)
         except msgspec.DecodeError as error:
             raise PollError(f"/internal/state can't be read ({error}); do versions differ?") from error
-        used = state.num_blocks - state.num_free_blocks
+        num_blocks = count(state.num_blocks)
+        used = num_blocks - min(count(state.num_free_blocks), num_blocks)
         return Report(
             status=_STATUS[state.status],
             models=frozenset(state.served_models or ([state.model] if state.model else [])),
             base_model=state.model,
             incarnation=state.incarnation,
-            block_tokens=state.block_size,
-            num_blocks=state.num_blocks,
-            step_tokens=state.step_tokens,
-            num_seats=state.max_num_seqs,
+            block_tokens=count(state.block_size),
+            num_blocks=num_blocks,
+            step_tokens=count(state.step_tokens),
+            num_seats=count(state.max_num_seqs),
             has_load=True,
-            num_running=state.num_running,
-            num_waiting=state.num_waiting,
-            kv_usage=min(1.0, max(0.0, used / state.num_blocks)) if state.num_blocks else 0.0,
-            queued_prefill_tokens=state.queued_prefill_tokens,
+            num_running=count(state.num_running),
+            num_waiting=count(state.num_waiting),
+            kv_usage=used / num_blocks if num_blocks else 0.0,
+            queued_prefill_tokens=count(state.queued_prefill_tokens),
             tokenizer_fingerprint=state.tokenizer_fingerprint,
             model_fingerprint=state.model_fingerprint,
             kv_events_endpoint=state.kv_events_endpoint,

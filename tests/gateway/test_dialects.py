@@ -17,7 +17,7 @@ from gateway.observe.metrics import FleetGauges, Metrics
 from gateway.prefix.service import PrefixService
 from gateway.replicas.cuts import CutMaker, read_bundle
 from gateway.replicas.detect import detect
-from gateway.replicas.dialect import ControlClient, PollError, read_labels, read_samples
+from gateway.replicas.dialect import MAX_COUNT, ControlClient, PollError, read_labels, read_samples
 from gateway.replicas.health import Monitor
 from gateway.replicas.registry import Registry
 from policies.events import Event, Joined, Restarted, StatsReported, StatusChanged
@@ -114,6 +114,32 @@ async def test_an_engine_is_recognised_and_read(engine):
     report = await dialect.poll()
     assert report.status is ReplicaStatus.READY
     assert {name: getattr(report, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize("number", [-1, 10**400])
+async def test_numbers_that_nothing_can_have_are_bounded(number):
+    """One replica's must not become an error in the cost of another."""
+    fields = ("num_blocks", "num_free_blocks", "block_size", "num_running", "num_waiting", "step_tokens")
+    fields = (*fields, "max_num_seqs", "queued_prefill_tokens")
+    for field in fields:
+        told = msgspec.json.encode(msgspec.structs.replace(STATE, **{field: 123454321}))
+        answer = httpx.Response(200, content=told.replace(b"123454321", str(number).encode()))
+        check_sane(await (await detect(client_of({"/internal/state": answer}), "warmgate")).poll())
+
+
+@pytest.mark.parametrize("number", ["-1", "NaN", "+Inf", "1e999"])
+@pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp"])
+async def test_samples_that_nothing_can_have_are_bounded(engine, number):
+    answers = dict(ENGINES[engine][0])
+    lines = str(answers["/metrics"]).splitlines()
+    answers["/metrics"] = "\n".join(f"{line.rpartition(' ')[0]} {number}" for line in lines if "config" not in line)
+    check_sane(await (await detect(client_of(answers), "auto")).poll())
+
+
+def check_sane(report):
+    told = (report.num_blocks, report.block_tokens, report.num_running, report.num_waiting, report.step_tokens)
+    assert all(0 <= number <= MAX_COUNT for number in (*told, report.num_seats, report.queued_prefill_tokens or 0))
+    assert 0.0 <= report.kv_usage <= 1.0
 
 
 @pytest.mark.parametrize("engine", ["vllm", "sglang", "llamacpp"])
