@@ -9,11 +9,13 @@ likewise) is there where the client gave one.
 
 `timestamp` is when the request came, in seconds of the wall's clock; lines are in the order in which requests ended,
 and the reader sorts them. A file has one size of blocks: what goes to replicas that cut otherwise is left out, counted.
-Several processes append to one file: they are forked from one program, so their secret is the same.
+Several processes append to one file: they are forked from one program, so their secret is the same. A line that a
+full disk or a crash has cut off is taken back, since a reader stops at what is no JSON.
 """
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
 import logging
@@ -36,6 +38,7 @@ _SECRET: Final = secrets.token_bytes(32)  # drawn on import, which is before pro
 _ID_BYTES: Final = 5  # alike only has to differ what follows the same prefix
 _MAX_REQUESTS: Final = 20_000
 _MAX_BLOCKS: Final = 1_000_000  # that wait to be written: 50 MB
+_STEP_BYTES: Final = 64 * 1024
 _ENDPOINTS: Final = ("chat", "completions")
 
 
@@ -81,6 +84,7 @@ class TraceFile(Batches[_Entry]):
         super().__init__(fd, True, _MAX_REQUESTS, _log)
         try:
             self._block_tokens = self._found_block_tokens()
+            self._mend_end()
         except TraceFileError:
             os.close(fd)
             raise
@@ -127,6 +131,31 @@ class TraceFile(Batches[_Entry]):
                 break
             found.append(data)
         return b"".join(found)
+
+    def _write_out(self, entries: list[_Entry]) -> None:
+        try:
+            super()._write_out(entries)
+        except OSError:
+            self._mend_end()
+            raise
+
+    def _mend_end(self) -> None:
+        """Take back a last line that was cut off; end one that only lacks its end."""
+        with contextlib.suppress(OSError):  # no file but a pipe, or a disk that is beyond help
+            size = start = os.fstat(self._fd).st_size
+            line = b""
+            while start and b"\n" not in line:
+                start = max(0, start - _STEP_BYTES)
+                line = os.pread(self._fd, size - start, start)
+            line = line.rpartition(b"\n")[2]
+            if not line:
+                return
+            try:
+                json.loads(line)
+            except ValueError:
+                os.ftruncate(self._fd, size - len(line))
+            else:
+                os.write(self._fd, b"\n")
 
     def _is_full(self) -> None:
         if self.enabled:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import errno
 import json
+import os
 import time
 from pathlib import Path
 from typing import Any
@@ -125,6 +127,47 @@ async def test_a_full_file_ends_the_recording_and_says_so_once(tmp_path, caplog)
     assert 0 < len(found) < 40
     assert trace.num_left_out == 40 - len(found)
     assert caplog.text.count("nothing is recorded any more") == 1
+
+
+@pytest.mark.parametrize("cut", [1, 2, 30])
+async def test_a_line_that_a_crash_cut_off_does_not_spoil_the_file(tmp_path: Path, cut: int) -> None:
+    path = tmp_path / "t.jsonl"
+    for _ in range(2):
+        trace = TraceFile(path, 1_000_000)
+        write(trace, *range(1, 9_000))
+        write(trace, *range(1, 9_000))
+        await trace.close()
+        data = path.read_bytes()
+        path.write_bytes(data[:-cut])
+    TraceFile(path, 1_000_000)._mend_end()
+    assert len(rows(path)) == (4 if cut == 1 else 2), "only the end of the line was missing"
+    assert path.read_bytes().endswith(b"\n")
+    assert read_trace(path).requests
+
+
+async def test_a_line_that_a_full_disk_cut_off_is_taken_back(tmp_path, monkeypatch) -> None:
+    path = tmp_path / "t.jsonl"
+    trace = TraceFile(path, 1_000_000)
+    write(trace, 1)
+    trace._write_out(trace._entries)
+    whole = path.read_bytes()
+    left = [len(whole) + 20]
+
+    def full(fd: int, data: Any) -> int:
+        size = min(len(data), left[0])
+        if not size:
+            raise OSError(errno.ENOSPC, "No space left on device")
+        left[0] -= size
+        return os_write(fd, bytes(data[:size]))
+
+    os_write = os.write
+    monkeypatch.setattr(os, "write", full)
+    with pytest.raises(OSError, match="No space"):
+        trace._write_out(trace._entries * 3)
+    monkeypatch.undo()
+    assert path.read_bytes() == whole * 2
+    await trace.close()
+    assert path.read_bytes() == whole * 3
 
 
 async def test_what_can_not_be_written_in_time_is_dropped_and_counted(tmp_path, monkeypatch, caplog) -> None:
