@@ -10,7 +10,8 @@ sent it expected the hit) and is then no better off: it would compute those toke
 But a prefill's step goes on behind what both share. Where it is in the coming step anyway, all tokens of that come out
 together, and waiting costs what a step costs besides its tokens, once for each new prefix. Where the prompt would go
 first, it waits only if the step that it waits for is at most twice what it would compute itself. And it waits only for
-one that gets on: if the prefill stalls, it doesn't.
+one that gets on: if the prefill stalls, it doesn't. To see that they wait, their tokens are hashed: no more of them are
+looked at in a step than can run at once, for hundreds of long copies would hold up all that decode.
 Sharing what is under way is SGLang's in-batch prefix caching and vLLM's caching at allocation, done by waiting.
 
 Followers (n > 1) wait for their leader's whole prompt, which is theirs.
@@ -56,6 +57,7 @@ class Awaited:
         self._kv = kv
         self._step = step
         self._prefills: dict[BlockHash, Request] = {}  # by the name of the next block
+        self.num_held = 0
         for request in running:
             if request.num_known_tokens - request.num_computed > 1:
                 self.add(request)
@@ -76,10 +78,12 @@ class Awaited:
         other = self._prefills.get(names[index]) if names else None
         if other is None:
             return False
-        if other.request_id in self._step.segments:
-            return True
-        chunk = min(self._step.budget, other.num_tokens - other.num_computed)
-        return 2 * self._num_shared_tokens(request, other, index) >= chunk
+        if other.request_id not in self._step.segments:
+            chunk = min(self._step.budget, other.num_tokens - other.num_computed)
+            if 2 * self._num_shared_tokens(request, other, index) < chunk:
+                return False
+        self.num_held += 1
+        return True
 
     def _num_shared_tokens(self, request: Request, other: Request, index: int) -> int:
         """How many tokens in whole blocks, from block `index` on, `other` computes next and the request lacks."""

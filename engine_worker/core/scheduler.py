@@ -272,6 +272,8 @@ class Scheduler:
                 break
             if before is not None and self._keys[request.request_id] > before:
                 break
+            if awaited.num_held == self.config.max_num_seqs:
+                break
             if self._leaders.hold(request) or awaited.hold(request):
                 continue
             if self._kv.num_free_blocks <= reserve:

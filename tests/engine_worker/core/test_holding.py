@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import random
+from unittest import mock
 
 import pytest
 
+from engine_worker.core import block_pool
 from tests.engine_worker.core.fake_runner import Driver, make_driver, make_request, shape
 
 PROMPT = range(100, 140)  # 10 blocks
@@ -84,6 +86,19 @@ def test_after_a_reset_nobody_waits_for_blocks_that_will_not_be_cached() -> None
     assert "b" in [s[0] for s in shape(driver.step())]
     driver.run()
     driver.check_ended()
+
+
+def test_a_crowd_that_waits_is_not_hashed_in_one_step() -> None:
+    driver = make_driver(max_num_seqs=4, max_num_batched_tokens=16)
+    driver.add(*(make_request(str(number), PROMPT) for number in range(30)))
+    for _ in range(2):
+        driver.step()
+    with mock.patch.object(block_pool, "hash_block", side_effect=block_pool.hash_block) as hashed:
+        plan = driver.scheduler.plan(3.0)  # with room for others behind the last chunk
+    assert shape(plan) == [("0", 32, 40, True)]
+    assert 4 <= hashed.call_count <= 4 * len(PROMPT) // 4
+    driver.scheduler.commit(plan, driver.runner.execute(plan))
+    assert [s[0] for s in shape(driver.scheduler.plan(4.0))] == ["1", "2", "3", "4"]
 
 
 @pytest.mark.parametrize("seed", range(40))
