@@ -143,13 +143,12 @@ class EventStream:
     def _call(self, call: ToolCall) -> list[bytes]:
         out: list[bytes] = []
         index = call.index if call.index is not None else self._call_index + 1
-        if index != self._call_index:
-            if index < self._call_index:
-                raise SseError("the replica went back to a function call that it had ended")
+        if index > self._call_index:
             self._call_index = index
             out += self._enter(Item("function_call", call=call))
-        assert self._open is not None
         if call.function.arguments:
+            if index < self._call_index or self._open is None or self._open.kind != "function_call":
+                raise SseError("the replica went back to a function call that it had ended")
             self._open.text.append(call.function.arguments)
             name = "response.function_call_arguments.delta"
             out.append(self._event(name, **self._place(), delta=call.function.arguments))

@@ -165,6 +165,26 @@ choices = st.fixed_dictionaries({"index": st.just(0), "delta": frames, "message"
 chunks = st.one_of(frames, st.fixed_dictionaries({"choices": st.lists(choices, max_size=2), "usage": frames}))
 
 
+CALL = {"index": 0, "id": "c", "function": {"name": "f", "arguments": "{"}}
+
+
+@pytest.mark.parametrize("between", ["content", "reasoning_content"])
+def test_a_call_that_goes_on_behind_a_text_does_not_end_up_in_it(between: str) -> None:
+    """In the Responses API, where the text would be the item that is open."""
+    streamed, record = translation_for("responses"), RequestRecord(request_id="r", endpoint="r", started_at=0.0)
+    streamed.request(b'{"model":"m","input":"x","stream":true}')
+
+    def feed(**delta: Any) -> bytes:
+        answer: bytes = streamed.chunk(read_answer(msgspec.json.encode({"choices": [{"delta": delta}]})), record)
+        return answer
+
+    assert b"function_call_arguments.delta" in feed(tool_calls=[CALL])
+    assert b"function_call_arguments.done" in feed(**{between: "So."})
+    assert feed(tool_calls=[{"index": 0, "function": {"arguments": ""}}]) == b"", "nothing that would be lost"
+    with pytest.raises(SseError, match="went back"):
+        feed(tool_calls=[{"index": 0, "function": {"arguments": "}"}}])
+
+
 @pytest.mark.parametrize("api", FIELDS)
 @settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.too_slow])
 @given(st.lists(chunks, min_size=1, max_size=5))
