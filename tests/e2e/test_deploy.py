@@ -72,6 +72,21 @@ class TestFiles:
         for name in OURS:
             assert packages <= set(image_of(SERVICES[name]).copied)
 
+    def test_the_gateway_is_compiled_where_it_looks_for_a_build(self) -> None:
+        """By the interpreter and of the sources that the image has, into the cache of the user that it runs as."""
+        text = (ROOT / "deploy/Dockerfile.gateway").read_text()
+        _, build, last = text.split("\nFROM ")
+        made = re.search(r"^RUN .*XDG_CACHE_HOME=(\S+) (\S+)/bin/python -m gateway\.compiled$", build, re.MULTILINE)
+        assert made is not None
+        cache, environment = made.groups()
+        assert made.start() > build.index(f"RUN {environment}/bin/pip install")  # where types are found
+        assert f"COPY --from=build {environment} {environment}\n" in last
+        user = image_of(SERVICES["gateway"]).user
+        assert f"COPY --from=build --chown={user}:{user} {cache} /home/{user}/.cache\n" in last
+        assert f"useradd --create-home --uid 10001 {user}\n" in last
+        assert "XDG_CACHE_HOME" not in last
+        assert build.split()[0] == last.split()[0], "the same interpreter"
+
     def test_redis_keeps_the_keys_over_a_new_container(self) -> None:
         redis = SERVICES["redis"]
         flags = dict(zip(redis["command"][1::2], redis["command"][2::2], strict=True))
