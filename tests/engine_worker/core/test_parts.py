@@ -164,13 +164,19 @@ def test_a_reset_forgets_parts_too() -> None:
 # -- what is held and what is given away
 
 
-def test_the_source_is_held_until_the_step_is_committed() -> None:
+def about_to_copy() -> tuple[KVCacheManager, Request]:
+    """Six blocks, and a request that is admitted, whose copy out of another's block has not run yet."""
     kv = manager(num_blocks=6)
     finish(kv, start(kv, range(7)))
     request = make_request("a", [0, 1, 2, 3, 4, 5, 50])
     hit = kv.find(request, 0)
     assert hit is not None
     kv.admit(request, hit)
+    return kv, request
+
+
+def test_the_source_is_held_until_the_step_is_committed() -> None:
+    kv, request = about_to_copy()
     assert kv.num_free_blocks == 3, "two blocks of its own, and the source"
     greedy = make_request("b", range(60, 76))
     assert kv.find(greedy, 0) is None, "the source is not to be had"
@@ -183,12 +189,7 @@ def test_the_source_is_held_until_the_step_is_committed() -> None:
 
 @pytest.mark.parametrize("end", ["preempted", "finished"])
 def test_a_request_that_goes_before_its_copy_lets_go_of_the_source(end: str) -> None:
-    kv = manager(num_blocks=6)
-    finish(kv, start(kv, range(7)))
-    request = make_request("a", [0, 1, 2, 3, 4, 5, 50])
-    hit = kv.find(request, 0)
-    assert hit is not None
-    kv.admit(request, hit)
+    kv, request = about_to_copy()
     kv.free(request)
     if end == "finished":
         kv.forget(request)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,7 +14,7 @@ from engine_worker.config import ModelInfo
 from engine_worker.contract.state import TokenizerBundle
 from engine_worker.core.kv_manager import KVCacheManager
 from engine_worker.core.scheduler import Scheduler, SchedulerConfig
-from engine_worker.core.types import FinishReason, Request, SampledToken, SamplingParams, Segment
+from engine_worker.core.types import FinishReason, Request, RequestUpdate, SampledToken, SamplingParams, Segment
 from engine_worker.model.attention import AttentionBackend
 from engine_worker.model.backend_cpu import CPUBackend
 from engine_worker.model.draft_model import ModelDrafter
@@ -198,6 +199,20 @@ class TinyEngine:
             self.runner.check_invariants()
             if self.drafter is not None:
                 self.drafter.check_invariants()
+
+    def record_prompt_scores(self) -> dict[str, list[SampledToken]]:
+        """Scores of prompts by request, of all requests that run from now on; filled in as they are committed."""
+        found: dict[str, list[SampledToken]] = {}
+        commit = self.scheduler.commit
+
+        def recording(*arguments: Any) -> list[RequestUpdate]:
+            updates = commit(*arguments)
+            for update in updates:
+                found.setdefault(update.request_id, []).extend(update.prompt_logprobs)
+            return updates
+
+        self.scheduler.commit = recording  # type: ignore[method-assign]
+        return found
 
     def cancel(self, request_id: str) -> None:
         self.scheduler.cancel(request_id)

@@ -13,7 +13,7 @@ import pytest
 import torch
 from llguidance import LLMatcher
 
-from engine_worker.core.types import FinishReason, RequestUpdate, SampledToken, SamplingParams
+from engine_worker.core.types import FinishReason, SamplingParams
 from engine_worker.model import attention
 from engine_worker.model.token_masks import TokenMasks
 from tests.engine_worker.model.serving import Answer, TinyEngine
@@ -133,16 +133,7 @@ def test_prompt_scores_are_the_models_own(kwargs: dict[str, Any]) -> None:
         (prompt, params if i % 3 else replace(params, num_prompt_logprobs=None)) for i, prompt in enumerate(prompts(9))
     ]
     run_all(engine, [(prompt, replace(params, num_prompt_logprobs=None)) for prompt, _ in work])  # a warm cache
-    found: dict[str, list[SampledToken]] = {}
-    commit = engine.scheduler.commit
-
-    def recording(*arguments: Any) -> list[RequestUpdate]:
-        updates = commit(*arguments)
-        for update in updates:
-            found.setdefault(update.request_id, []).extend(update.prompt_logprobs)
-        return updates
-
-    engine.scheduler.commit = recording  # type: ignore[method-assign]
+    found = engine.record_prompt_scores()
     ids = [engine.add(prompt, wanted) for prompt, wanted in work]
     answers: dict[str, Answer] = {}
     while engine.scheduler.has_work():

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import torch
 
-from engine_worker.core.types import BlockId, Request, RequestUpdate, SampledToken, SamplingParams, Segment
+from engine_worker.core.types import BlockId, Request, SampledToken, SamplingParams, Segment
 from engine_worker.model.attention import StepContext, step_context
 from engine_worker.model.backend_native import NativeBackend
 from engine_worker.model.kv_format import choose_format
@@ -35,11 +35,6 @@ SHAPES = {
     "a head a query": {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "head_dim": 20},
 }
 BLOCK_SIZE, NUM_BLOCKS = 4, 64
-
-
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
 
 
 @cache
@@ -165,16 +160,7 @@ def served(
         guess = guesser(served(EveryPosition, quantization, kv_cache_dtype, False)[0], prompts)
     engine = TinyEngine(module, backend=backend, kv_cache_dtype=kv_cache_dtype, guess=guess, **settings)
     engine.model = engine.runner._model = kind(module, backend, engine.model.kv)
-    found: dict[str, list[SampledToken]] = {}
-    commit = engine.scheduler.commit
-
-    def recording(*arguments: Any) -> list[RequestUpdate]:
-        updates = commit(*arguments)
-        for update in updates:
-            found.setdefault(update.request_id, []).extend(update.prompt_logprobs)
-        return updates
-
-    engine.scheduler.commit = recording  # type: ignore[method-assign]
+    found = engine.record_prompt_scores()
     ids = []
     for prompt in prompts:
         scores = 2 if len(prompt) % 2 else None
