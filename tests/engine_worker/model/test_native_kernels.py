@@ -311,7 +311,7 @@ def test_a_compiler_that_fails_is_quoted(tmp_path: Path, monkeypatch: pytest.Mon
     monkeypatch.setenv("CXX", str(fake))
     with pytest.raises(NativeUnavailable, match="nothing works"):
         build.find_or_build(build.GENERIC, lambda message: None, tmp_path / "cache")
-    assert [path.name for path in (tmp_path / "cache" / "native").iterdir()] == ["lock"]
+    assert [path.name for path in (tmp_path / "cache" / "native").iterdir()] == ["generic.lock"]
 
 
 def test_a_cache_that_cannot_be_written_is_no_fault(tmp_path: Path) -> None:

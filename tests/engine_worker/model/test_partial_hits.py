@@ -30,11 +30,6 @@ FORMATS = ("auto", "int8", "fp8", "fp4", "k8v4")
 CPU = torch.device("cpu")
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 @cache
 def prompts() -> list[list[int]]:
     """Each leaves the one before it at a position of its own: within the first block, at a block's end, in the last."""

@@ -33,11 +33,6 @@ NUM_BLOCKS, BLOCK_SIZE = 160, 4
 POISON = 50
 
 
-@pytest.fixture(autouse=True)
-def _one_thread() -> None:
-    torch.set_num_threads(1)
-
-
 def prepare(module: Any, isa: str = AUTO, quantization: str = "") -> NativeBackend:
     library = library_for(isa)
     backend = NativeBackend(library)
