@@ -77,10 +77,10 @@ async def test_a_slow_reader_holds_a_bounded_buffer_and_others_are_served():
         slow_script, replica.worker.script = replica.worker.script, Script()
         assert tokens((await running.chat(True)).content) == [f" t{n}" for n in range(8)]
         replica.worker.script = slow_script
-        rest = b" t0"
+        rest = bytearray(b" t0")
         while data := await reader.read(2**20):
             rest += data
-        assert tokens(rest) == [f" t{n}" for n in range(20_000)]
+        assert tokens(bytes(rest)) == [f" t{n}" for n in range(20_000)]
         assert b"[DONE]" in rest
         writer.close()
 
