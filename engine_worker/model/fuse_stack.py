@@ -161,7 +161,7 @@ def fuse_stack(
     """Swap the forward of the model around these layers, if it does nothing but run them. Returns whether it did."""
     base = module.base_model
     norm = find_norm(base.norm) if _has_parts(base, layers, num_layers(module)) and _are_alike(layers, trial) else None
-    if norm is None:
+    if norm is None or norm.weight.shape[0] != next(iter(layers.values())).parts.out.shape[0]:
         return False
     seen = trial.seen[base]
     stack = FusedStack(base, norm, list(layers.values()), backend)

@@ -69,6 +69,10 @@ def find_parts(layer: nn.Module) -> LayerParts | None:
         return None
     if any(True for _ in attention.parameters(recurse=False)):
         return None
+    hidden = out.out_features
+    widths = [qkv.shape[1], gate_up.shape[1], down.out_features, *(norm.weight.shape[0] for norm in norms if norm)]
+    if any(width != hidden for width in widths) or out.in_features % head_dim:
+        return None
     num_heads = out.in_features // head_dim
     num_kv_heads = (qkv.shape[0] // head_dim - num_heads) // 2
     if (num_heads + 2 * num_kv_heads) * head_dim != qkv.shape[0] or num_kv_heads < 1 or num_heads % num_kv_heads:

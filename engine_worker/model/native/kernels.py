@@ -165,7 +165,9 @@ def address(tensor: Tensor | None) -> int | None:
 
 
 def linear(library: Library, x: Tensor, weight: PackedWeight) -> Tensor:
-    """x [..., K] float32 -> [..., N]."""
+    """x [..., K] float32 -> [..., N]. Raises ValueError for another width: the kernel would read and write beyond."""
+    if x.shape[-1] != weight.shape[1]:
+        raise ValueError(f"a linear layer of {weight.shape[1]} inputs was given {x.shape[-1]}")
     x = x.contiguous()
     out = x.new_empty((*x.shape[:-1], weight.shape[0]))
     num_rows = x.numel() // weight.shape[1]

@@ -75,6 +75,14 @@ def test_a_float32_row_comes_out_the_same_bit_for_bit_however_many_go_with_it(
             assert torch.equal(alone, together[first : first + num_rows]), (num_rows, first)
 
 
+@pytest.mark.parametrize("width", [0, 32, 128])
+def test_linear_refuses_another_width_than_its_own(library: Library, width: int) -> None:
+    """torch's does, and a configuration that doesn't fit together comes here: helium's head_dim * heads may differ."""
+    packed = PackedWeight(quantize(torch.zeros(48, 64), "float32"), None)
+    with pytest.raises(ValueError, match=f"64 inputs was given {width}"):
+        kernels.linear(library, torch.zeros(3, width), packed)
+
+
 def test_linear_on_two_threads(library: Library) -> None:
     weight = quantize(random(960, 128), "int8")
     packed = PackedWeight(weight, None)

@@ -316,6 +316,19 @@ def test_layers_that_scale_by_the_position_are_left_alone() -> None:
     assert module not in WHOLE_MODELS
 
 
+@pytest.mark.parametrize("place", ["layers.1.input_layernorm", "layers.0.post_attention_layernorm", "norm"])
+def test_a_norm_of_one_weight_for_all_columns_is_left_alone(place: str) -> None:
+    """The kernels would read on behind it: here they would find the same numbers there, and the trial nothing amiss."""
+    module, expected = tiny_model("llama"), tiny_model("llama")
+    for model in (module, expected):
+        weight = torch.nn.Parameter(torch.full((48,), 0.7)[:1], requires_grad=False)
+        model.model.get_submodule(place).weight = weight
+    backend = prepare(module)
+    assert module not in WHOLE_MODELS
+    answers = transformers_greedy(expected, prompts()[1], 8, "eager").token_ids
+    assert TinyEngine(module, backend=backend).run(prompts()[1:2], 8)[0].token_ids == answers
+
+
 def test_other_backends_go_their_own_way() -> None:
     module = tiny_model("llama")
     prepare(module)
