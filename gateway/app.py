@@ -17,6 +17,7 @@ from starlette.applications import Starlette
 from starlette.middleware.cors import CORSMiddleware
 
 from engine_worker.contract.errors import ApiError
+from gateway import openness
 from gateway.admin import follow
 from gateway.admission import Admission, affordable_in_flight
 from gateway.aliases import Aliases
@@ -110,8 +111,9 @@ class Gateway:
         policy = make_policy(settings.policy)
         self.router = Router(self.fleet, policy, self.metrics, settings.seed, hold=hold_of(policy, self.fleet))
         self.registry = Registry(
-            settings.replicas, self.router.emit, time.monotonic, self.metrics.replica_restarted, settings.slow_start_s
-        )
+            settings.replicas, self.router.emit, time.monotonic, self.metrics.replica_restarted, settings.slow_start_s,
+            wants_apart=openness.has_keys(settings) and settings.unsalted_replicas == "refuse",
+        )  # fmt: skip
         self.router.registry = self.registry
         self.access_log = AccessLog(settings.access_log)
         self.trace_file: TraceFile | None = None

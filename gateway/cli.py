@@ -119,20 +119,28 @@ def up(
     context: typer.Context,
     model: Annotated[str, typer.Option(help="A folder, a .gguf file, a hub id, or demo.")] = "demo",
     workers: Annotated[int, typer.Option(min=1, help="How many workers.")] = 2,
-    host: Annotated[str, typer.Option(help="Address of the gateway.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the gateway.")] = 8000,
+    host: Annotated[str | None, typer.Option(help="Address of the gateway (127.0.0.1).")] = None,
+    port: Annotated[int | None, typer.Option(min=1, max=65535, help="Port of the gateway (8000).")] = None,
     worker_port: Annotated[int, typer.Option(min=1, max=65535, help="Port of the first worker.")] = 8101,
-    policy: Annotated[str, typer.Option(help="How requests are routed.")] = "warm",
-    gateway_config: Annotated[Path | None, typer.Option(help="A YAML file of settings for the gateway.")] = None,
+    policy: Annotated[str | None, typer.Option(help="How requests are routed (warm).")] = None,
+    gateway_config: Annotated[
+        Path | None, typer.Option(help="A YAML file of settings for the gateway; flags win over it.")
+    ] = None,
     keys_file: Annotated[Path | None, typer.Option(help="Who may use the gateway: warmgate keys makes it.")] = None,
     allow_open: Annotated[str | None, typer.Option(help="true: listen beyond this machine without keys.")] = None,
     shadow_policies: Annotated[str | None, typer.Option(help="Decide beside it, for warmgate advise: a,b.")] = None,
     record_trace: Annotated[Path | None, typer.Option(help="A file of the traffic, for warmgate replay.")] = None,
 ) -> None:
     """Bring up a gateway and its workers on this machine, and keep them up. Further options go to the workers."""
+    from gateway.supervise import preflight
     from gateway.supervise.plan import UpOptions
     from gateway.supervise.run import up as bring_up
 
+    try:
+        settings = preflight.settings_of({"host": host, "port": port, "policy": policy}, gateway_config)
+    except preflight.CannotStart as problem:
+        typer.echo(problem, err=True)
+        raise typer.Exit(1) from None
     given = {
         "keys_file": keys_file, "allow_open": allow_open, "shadow_policies": shadow_policies,
         "record_trace": record_trace,
@@ -140,10 +148,10 @@ def up(
     options = UpOptions(
         model=model,
         num_workers=workers,
-        host=host,
-        port=port,
+        host=settings.host,
+        port=settings.port,
         worker_port=worker_port,
-        policy=policy,
+        policy=settings.policy,
         worker_args=tuple(context.args),
         gateway_config=gateway_config,
         gateway_settings={name: str(value) for name, value in given.items() if value is not None},

@@ -12,13 +12,17 @@ def problem(settings: GatewaySettings) -> str | None:
     if settings.keys_file is not None and not settings.keys_file.exists():
         path = settings.keys_file
         return f"there is no keys file {path}: `warmgate keys create --tenant NAME --keys-file {path}` makes it."
-    has_keys = settings.keys_file is not None or settings.keys_redis
-    if settings.allow_open or has_keys or is_loopback(settings.host):
+    if settings.allow_open or has_keys(settings) or is_loopback(settings.host):
         return None
     return (
         f"listening on {settings.host} without API keys would let anybody use the models: make keys with "
         "`warmgate keys create` and name their --keys-file, or say --allow-open true."
     )
+
+
+def has_keys(settings: GatewaySettings) -> bool:
+    """Whether requests need API keys."""
+    return settings.keys_file is not None or settings.keys_redis
 
 
 def is_loopback(host: str) -> bool:

@@ -188,6 +188,8 @@ def finish(
         cached = reused(cached, usage, num_before)
         if record.cached_tokens is None or not num_before:
             record.cached_tokens = cached
+    elif record.endpoint in ("tokenize", "detokenize"):
+        record.prompt_tokens = None  # an estimate, of what was no prompt
     record.output_tokens = num_output
     num_input = None if usage is None or usage.prompt_tokens is None else usage.prompt_tokens + num_before
     lease.finish(max(0, num_output - num_before), cached, num_input)

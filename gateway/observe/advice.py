@@ -78,7 +78,10 @@ def _sentence(policy: str, live: str, verdict: Verdict, figures: dict[str, float
     if verdict == "pays":
         return f"{policy} would pay: {basis}, {change:.0%} less than {live}. Try it: --policy {policy}."
     if verdict == "costs":
-        return f"{policy} would cost: {basis}, {change:.0%} more than {live}. Keep {live}."
+        return (
+            f"{policy} would cost: {basis}, {change:.0%} more than {live}, with the caches as {live} filled them. Keep "
+            f"{live}, unless warmgate replay of a recorded trace, where each policy fills its own, says otherwise."
+        )
     if verdict == "unsure":
         may = "save" if figures["difference_s"] < 0.0 else "cost"
         error = SURE * figures["error_s"] / max(live_seconds, 1e-9)

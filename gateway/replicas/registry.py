@@ -109,7 +109,8 @@ class Cut:
 
 
 class Registry:
-    """`emit` applies an event to the fleet; `clock` is the monotonic clock of the events."""
+    """`emit` applies an event to the fleet; `clock` is the monotonic clock of the events. `wants_apart`: requests with
+    keys don't go to replicas that mix tenants' caches."""
 
     def __init__(
         self,
@@ -118,8 +119,10 @@ class Registry:
         clock: Callable[[], float],
         on_restart: Callable[[str], None] = lambda replica_id: None,
         slow_start_s: float = 0.0,
+        wants_apart: bool = False,
     ) -> None:
         self._emit = emit
+        self._wants_apart = wants_apart
         self._clock = clock
         self._on_restart = on_restart
         self._replicas: dict[ReplicaId, Replica] = {}
@@ -226,6 +229,11 @@ class Registry:
             "replica %s joined (%s, %s): %s, %s keys",
             replica.replica_id, replica.dialect, report.status.value, ", ".join(sorted(report.models)), cut.key_mode,
         )  # fmt: skip
+        if self._wants_apart and not replica.keeps_apart:
+            _log.warning(
+                "replica %s doesn't keep tenants' caches apart (cache_salt), so it gets no requests with API keys; "
+                "unsalted_replicas: allow lets them through", replica.replica_id,
+            )  # fmt: skip
 
     def restarted(self, replica: Replica, incarnation: str, num_blocks: int, num_seats: int) -> None:
         """Another process answers there: what was cached and queued is gone."""

@@ -10,7 +10,7 @@ import shlex
 import socket
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from gateway import openness
@@ -61,11 +61,21 @@ def check_extra(extra: str, who: str) -> None:
 
 def gateway_settings(options: UpOptions) -> GatewaySettings:
     """Its settings, from wherever they come, as `warmgate serve` would find them. Raises CannotStart."""
-    given = {"host": options.host, "port": options.port, **options.gateway_settings}
+    return settings_of({"host": options.host, "port": options.port, **options.gateway_settings}, options.gateway_config)
+
+
+def settings_of(flags: Mapping[str, object], config_file: Path | None) -> GatewaySettings:
+    """Those of the file and the environment, where no flag (None: not given) says otherwise. Raises CannotStart."""
     try:
-        return load_settings(given, options.gateway_config)
+        settings = load_settings(flags, config_file)
     except ConfigError as error:
         raise CannotStart(f"The gateway can't start: {error}") from None
+    if settings.replicas:
+        raise CannotStart(
+            f"The gateway's settings name replicas ({settings.replicas[0].url}), and warmgate up brings its own "
+            "workers: leave them out, or run warmgate serve in front of all."
+        )
+    return settings
 
 
 def check_gateway(options: UpOptions) -> None:
@@ -115,6 +125,8 @@ def check_worker_flags(arguments: Sequence[str], known: frozenset[str]) -> None:
             raise CannotStart(
                 f"{flag} is the gateway's: write {setting} into a file and name it with --gateway-config."
             )
+        if flag == "--replica":
+            raise CannotStart("--replica is warmgate serve's: warmgate up starts workers of its own.")
         guess = difflib.get_close_matches(flag, OWN_FLAGS, n=1) or difflib.get_close_matches(flag, known, n=1)
         hint = f"; did you mean {guess[0]}?" if guess else "; see warmgate up --help and warmgate worker --help."
         raise CannotStart(f"There is no option {flag}{hint}")

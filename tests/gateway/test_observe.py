@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from typing import cast
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -12,6 +13,8 @@ from prometheus_client.parser import text_string_to_metric_families
 from gateway.observe.access_log import AccessLog
 from gateway.observe.metrics import FleetGauges, Metrics
 from gateway.observe.record import EndState, RequestRecord
+from gateway.relay import finish
+from gateway.router import Lease
 from tests.gateway.harness import Replica, gateway, until
 
 
@@ -37,6 +40,20 @@ async def test_a_line_a_request_with_its_facts_and_without_its_prompt(tmp_path):
     assert first["request_id"].startswith("req-")
     assert (second["status"], second["end"], second["error"]) == (404, "rejected", "model_not_found")
     assert (third["status"], third["end"], third["model"]) == (400, "rejected", "")
+
+
+def test_tokenizing_has_no_prompt() -> None:
+    """What was placed by an estimate of its tokens isn't counted as a prompt of so many."""
+
+    class AnyLease:
+        def finish(self, *counts: object) -> None:
+            pass
+
+    for endpoint, counted in (("chat", 7), ("tokenize", None), ("detokenize", None)):
+        record = RequestRecord(request_id="r", endpoint=endpoint, started_at=0.0)
+        record.prompt_tokens = 7
+        finish(record, cast(Lease, AnyLease()), None, 0, 0, None)
+        assert record.prompt_tokens == counted
 
 
 @pytest.mark.parametrize(("said", "counted"), [(10**23, 0), (-5, 0), (500, 10)])

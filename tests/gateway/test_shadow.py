@@ -69,7 +69,9 @@ def test_a_policy_that_finds_the_cache_would_pay(fleet: FleetState) -> None:
 def test_one_that_ignores_it_would_cost(fleet: FleetState) -> None:
     watching = shadows("round_robin")
     watch(fleet, watching, live="a")
-    assert advice_on(watching.shadows[0], "warm").verdict == "costs"
+    costly = advice_on(watching.shadows[0], "warm")
+    assert costly.verdict == "costs"
+    assert "with the caches as warm filled them" in costly.sentence
     assert watching.shadows[0].num_elsewhere > 0
 
 

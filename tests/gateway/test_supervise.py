@@ -280,6 +280,20 @@ class TestPreflight:
         with pytest.raises(preflight.CannotStart, match=r"no config\.json"):
             preflight.check_model(str(tmp_path))
 
+    def test_the_file_says_what_no_flag_does(self, tmp_path: Path) -> None:
+        config = tmp_path / "gateway.yaml"
+        config.write_text("policy: least_loaded\nport: 9005\n")
+        settings = preflight.settings_of({"host": None, "port": 9006, "policy": None}, config)
+        assert (settings.host, settings.port, settings.policy) == ("127.0.0.1", 9006, "least_loaded")
+
+    def test_replicas_of_the_file_are_refused_not_dropped(self, tmp_path: Path) -> None:
+        config = tmp_path / "gateway.yaml"
+        config.write_text("replicas: [http://127.0.0.1:9001]\n")
+        with pytest.raises(preflight.CannotStart, match=r"http://127.0.0.1:9001.*warmgate serve"):
+            preflight.settings_of({}, config)
+        with pytest.raises(preflight.CannotStart, match="--replica is warmgate serve's"):
+            preflight.check_worker_flags(["--replica", "http://127.0.0.1:9001"], frozenset())
+
     def test_a_hub_id_is_left_to_the_worker(self) -> None:
         preflight.check_model("HuggingFaceTB/SmolLM2-135M-Instruct")
 

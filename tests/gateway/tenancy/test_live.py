@@ -307,7 +307,9 @@ async def test_the_rest_of_a_body_is_as_the_client_wrote_it(keys: Keys) -> None:
         assert sent == body.decode().replace("{ ", f'{{"cache_salt":"{salt}", ', 1)
 
 
-async def test_replicas_that_mix_tenants_get_nothing_unless_allowed(keys: Keys) -> None:
+async def test_replicas_that_mix_tenants_get_nothing_unless_allowed(
+    keys: Keys, caplog: pytest.LogCaptureFixture
+) -> None:
     key = keys.make("a")
     mixing = Replica()
     async with gateway(mixing, replica(), keys_file=keys.path) as running:
@@ -317,10 +319,13 @@ async def test_replicas_that_mix_tenants_get_nothing_unless_allowed(keys: Keys) 
     await mixing.start()
     async with gateway(mixing, keys_file=keys.path) as running:
         assert error_of(await ask(running, key)) == (503, "no_isolation")
+    assert "doesn't keep tenants' caches apart" in caplog.text
     await mixing.start()
+    caplog.clear()
     async with gateway(mixing, keys_file=keys.path, unsalted_replicas="allow") as running:
         assert (await ask(running, key)).status_code == 200
         assert "cache_salt" not in mixing.log.last_body
+    assert "apart" not in caplog.text
 
 
 async def test_operators_pages_and_the_audit_in_the_log(keys: Keys, tmp_path: Path) -> None:
