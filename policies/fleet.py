@@ -214,7 +214,7 @@ class FleetState:
         replica.incarnation = event.incarnation
         replica.num_blocks = event.num_blocks or replica.num_blocks
         replica.load = replica.load.anew(event.num_seats)
-        replica.eviction_s = replica.typical_queue = 0.0
+        replica.eviction_s = replica.typical_queue = replica.waited_s = 0.0
         self._mirror(replica)
         self._rates.refresh(self._order)
 
@@ -249,7 +249,7 @@ class FleetState:
         if replica is None:
             return
         replica.load.advance(event.at)
-        self._usual.dispatching(self._order)
+        self._usual.dispatching(self._order, event.at)
         assert event.request_id not in self._leases, "a request dispatched twice without Failed in between"
         chain = event.chain
         matched = min(event.matched_tokens, max(chain.num_tokens - 1, 0))

@@ -91,6 +91,8 @@ class ReplicaLoad:
         self.kv_tokens = 0  # prompt tokens of the running leases
         self._waiting_tokens = 0
         self._unreported_blocks = 0
+        self._waited_s = 0.0  # see take_waited_s
+        self._waited_until = 0.0
         self._group: _Group | None = None
         self._last_group_at = 0.0
         self.report: StatsReported | None = None
@@ -120,6 +122,7 @@ class ReplicaLoad:
 
     def dispatched(self, lease: Lease) -> None:
         self.stale_at = -inf
+        self._wait(lease.dispatched_at)
         self.waiting[lease.request_id] = lease
         self.clock.add(lease, self._busy_until(lease.dispatched_at))
         self._waiting_tokens += lease.num_uncached_tokens
@@ -179,11 +182,24 @@ class ReplicaLoad:
 
     def _leave_waiting(self, lease: Lease, at: float, served: bool) -> None:
         self.stale_at = -inf
+        self._wait(at)
         del self.waiting[lease.request_id]
         self._waiting_tokens -= lease.num_uncached_tokens
         self.clock.remove(lease, at, served, self._busy_until(at))
         if lease.interrupted and not served:
             self._group, self._last_group_at = None, at  # what was computed of it is in the time of the others
+
+    def _wait(self, at: float) -> None:
+        """Those who wait do so until `at`."""
+        if at > self._waited_until:
+            self._waited_s += len(self.waiting) * (at - self._waited_until)
+            self._waited_until = at
+
+    def take_waited_s(self, at: float) -> float:
+        """Seconds that requests have waited here, summed over all of them, since this was last asked."""
+        self._wait(at)
+        waited_s, self._waited_s = self._waited_s, 0.0
+        return waited_s
 
     # Seats
 

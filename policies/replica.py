@@ -47,6 +47,7 @@ class Replica:
     rates: Rates = field(default_factory=lambda: SpeedModel().own_rates())
     eviction_s: float = 0.0
     typical_queue: float = 0.0  # see usual.py
+    waited_s: float = 0.0  # by all its requests together, from a dispatch in the fleet to the next, the mean
     slot: int = -1  # in the prefix index
 
     def view(self, num_tokens: int, matched_tokens: int, now: float, answer_tokens: float) -> ReplicaView:

@@ -128,7 +128,7 @@ class ReplicaView:
     queued_prefill_tokens, queued_prefill_s
                      uncached prompt tokens dispatched here with no first token yet, and the seconds that they are
                      expected to take still (the fluid work clock W of the cost model)
-    typical_queue    how many requests waited here when another came to the fleet, on average lately
+    typical_queue    how many requests wait here, on average over time lately
     overtaken_s      seconds of the queue that this request would overtake, where the shortest are served first
     seat_wait_s      seconds until an answer's end leaves room for it, where no more requests can run at once; else 0
     num_waiting      requests dispatched here with no first token yet
@@ -195,8 +195,8 @@ class FleetSnapshot:
     """The routable replicas for one request, in a stable order (by id). `sequence` counts decisions so far.
 
     `expected_output_tokens` is the mean output of the requests that finished lately; `typical_queue` how many requests
-    waited at a replica when another came, on average lately; `num_alike` how many under way begin with all that the
-    longest match holds.
+    wait at a replica, on average over time lately; `num_alike` how many under way begin with all that the longest match
+    holds.
     """
 
     now: Final[float]

@@ -7,8 +7,9 @@ W_i  (`queue`)       prefill seconds queued there,
 p_i  (`prefill`)     its own uncached prefill, quadratic attention included
      (`recompute`)   tau p_i: computing a prefix again spreads it over one more replica and evicts something there
      (`later`)       L_i p_i: work done here keeps waiting those who are yet to come before the replica is idle again.
-                     In a queue that is about as many as wait there on average, L_i: next to none when the replica is
-                     mostly idle, several when it drowns, and then spreading a prefix is what drowns it
+                     In a queue that is about as many as wait there on average over time, L_i: next to none when the
+                     replica is mostly idle, several when it drowns, and then spreading a prefix is what drowns it. (A
+                     burst that comes to an idle replica finds itself waiting there, and nobody else is to come.)
      (`delay`)       p_i q_i: the q_i requests waiting there all wait p_i longer
      (`shared`)      less what others of its like bear. What the replica would compute again though the best match has
                      it serves those who come with the same prefix, too: about as many as run with it now, n, so this

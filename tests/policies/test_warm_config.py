@@ -6,7 +6,7 @@ import random
 
 import pytest
 
-from policies.events import FirstToken
+from policies.events import FirstToken, Restarted
 from policies.fleet import FleetConfig, FleetState
 from policies.types import FleetSnapshot, ReplicaId, ReplicaView, Score
 from policies.warm import Warm
@@ -129,16 +129,64 @@ def test_work_weighs_more_the_more_requests_usually_wait() -> None:
     assert [choice(0.0), choice(6.0), choice(1e9)] == ["b", "a", "a"]
 
 
-def test_the_typical_queue_is_what_arrivals_find() -> None:
+def typical_queues(fleet: FleetState, now: float) -> list[float]:
+    """The fleet's, then each replica's."""
+    snapshot = fleet.snapshot(request("p", "q"), now)
+    return [snapshot.typical_queue, *(each.typical_queue for each in snapshot.replicas)]
+
+
+def test_the_typical_queue_is_what_waits_over_time() -> None:
     fleet = fleet_of("a", "b")
-    assert fleet.snapshot(request("p", "q"), 0.0).typical_queue == 0.0
-    for i in range(300):  # always one request waits at a, none at b
+    assert typical_queues(fleet, 0.0) == [0.0, 0.0, 0.0]
+    for i in range(300):  # one request waits at a, and half of the time a second one; none at b
         dispatch(fleet, "a", f"r{i}", "x" * 4, float(i))
         if i:
             fleet.apply(FirstToken(i + 0.5, ReplicaId("a"), f"r{i - 1}"))
-    snapshot = fleet.snapshot(request("p", "q"), 300.0)
-    assert snapshot.typical_queue == pytest.approx(0.5, abs=0.01)
-    assert [each.typical_queue for each in snapshot.replicas] == pytest.approx([1.0, 0.0], abs=0.01)
+    assert typical_queues(fleet, 300.0) == pytest.approx([0.75, 1.5, 0.0], abs=0.01)
+
+
+def bursts(fleet: FleetState, num_bursts: int, every_s: float, size: int = 8) -> float:
+    """At a all of a burst come at once and have their first tokens a tenth of a second after each other. Returns when
+    the last has its own."""
+    for burst in range(num_bursts):
+        names = [f"{burst}/{i}" for i in range(size)]
+        for name in names:
+            dispatch(fleet, "a", name, "x" * 4, burst * every_s)
+        for i, name in enumerate(names, 1):
+            fleet.apply(FirstToken(burst * every_s + i / 10, ReplicaId("a"), name))
+    return (num_bursts - 1) * every_s + size / 10
+
+
+def test_a_burst_that_finds_itself_waiting_is_no_queue_that_lasts() -> None:
+    fleet = fleet_of("a")
+    at = bursts(fleet, 60, every_s=10.0)
+    # (8 + 7 + ... + 1) tenths in ten seconds, though those of a burst find 3.5 others on average
+    assert typical_queues(fleet, at) == pytest.approx([0.36, 0.36], abs=0.05)
+
+
+def test_bursts_that_follow_each_other_closely_are_a_queue() -> None:
+    fleet = fleet_of("a")
+    at = bursts(fleet, 60, every_s=0.8)
+    assert typical_queues(fleet, at) == pytest.approx([4.5, 4.5], abs=0.1)
+
+
+def test_a_night_without_requests_does_not_hide_the_mornings_queue_for_long() -> None:
+    fleet = fleet_of("a")
+    at = bursts(fleet, 10, every_s=0.8) + 30_000.0
+    for i in range(200):  # always two wait, after the first
+        dispatch(fleet, "a", f"m{i}", "x" * 4, at + i)
+        if i > 1:
+            fleet.apply(FirstToken(at + i, ReplicaId("a"), f"m{i - 2}"))
+    assert typical_queues(fleet, at + 200)[0] == pytest.approx(2.0, abs=0.1)
+
+
+def test_a_restarted_replica_has_no_usual_queue() -> None:
+    fleet = fleet_of("a", "b")
+    at = bursts(fleet, 60, every_s=0.8)
+    fleet.apply(Restarted(at, ReplicaId("a"), "two"))
+    assert typical_queues(fleet, at)[1] == 0.0
+    dispatch(fleet, "b", "next", "x" * 4, at)
+    assert typical_queues(fleet, at)[1] == 0.0
 
 
 def test_the_price_keeps_a_prefix_together_that_load_would_spread() -> None:
