@@ -99,7 +99,7 @@ async def test_a_replica_that_keeps_failing_gets_trials_only(tmp_path, caplog):
 async def test_an_engine_that_is_dead_behind_a_live_api_is_found_out_by_its_silence():
     """Row 24: /health alone proves nothing."""
     deaf, good = Replica(), Replica()
-    async with gateway(deaf, good, first_token_s=0.05) as running:
+    async with gateway(deaf, good, first_token_s=0.25) as running:
         deaf.play(fault="stall")
         for _ in range(3 * OPEN_AFTER):
             assert (await running.chat(True)).headers["x-warmgate-replica"] == good.name
