@@ -31,7 +31,7 @@ from gateway.observe.metrics import FleetGauges, Metrics, ReplicaGauges
 from gateway.observe.record import RequestRecord
 from gateway.observe.shadow import Shadows
 from gateway.observe.trace_file import TraceFile
-from gateway.openai.parse import Endpoint, ParsedRequest
+from gateway.openai.fields import Endpoint, ParsedRequest
 from gateway.prefix.service import PrefixService
 from gateway.proxy import Proxy
 from gateway.quarantine import Quarantine

@@ -8,7 +8,7 @@ from gateway.answer import Answer, Headers
 from gateway.exchange import Failure, of_interrupt
 from gateway.guard import Interrupt
 from gateway.observe.record import RequestRecord
-from gateway.openai.parse import ParsedRequest
+from gateway.openai.fields import ParsedRequest
 from gateway.router import Lease
 from gateway.tenancy.directory import Identity
 from gateway.tenancy.service import Visit

@@ -13,7 +13,7 @@ from gateway.answer import Answer, Headers, Watch
 from gateway.answer_head import RawHeaders
 from gateway.guard import Guard, Interrupt
 from gateway.observe.record import EndState, RequestRecord
-from gateway.openai.parse import ParsedRequest
+from gateway.openai.fields import ParsedRequest
 from gateway.openai.sse import StreamScanner
 from gateway.replicas.registry import Replica
 from gateway.router import Lease

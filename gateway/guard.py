@@ -52,6 +52,12 @@ class Looked(Protocol):
         ...
 
 
+class Interruptible(Protocol):
+    """What can be stopped while it waits: a guard, or a run on the straight way."""
+
+    def interrupt(self, reason: Interrupt) -> None: ...
+
+
 class Wheel:
     """Guards by the tick at which they want to be looked at. Ticks left empty by closed guards pass unnoticed.
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from gateway.answer import given_id, patience_s
-from gateway.openai.parse import Endpoint
-from gateway.tenancy.service import given_key
+from gateway.openai.fields import Endpoint
+from gateway.tenancy.service import Caller, given_key
 from gateway.upstream import forwarded
 
 Headers = list[tuple[bytes, bytes]]
@@ -24,14 +24,15 @@ _UNUSUAL = (b"transfer-encoding", b"content-encoding", b"expect", b"origin", b"u
 class Head:
     """The head of a POST over HTTP/1.1 in which nothing is unusual.
 
-    endpoint, path  the kind of request, and the replica's path for it
-    length          of the body, in bytes
-    given_id, key   the client's own id and key, as sent; patience_s: how long it waits for a first byte, if it says so
-    forwarded       lines for the replica
+    endpoint, path    the kind of request, and the replica's path for it
+    length            of the body, in bytes
+    given_id, caller  the client's own id, and the key as sent
+    patience_s        how long it waits for a first byte, if it says so
+    forwarded         lines for the replica
     """
 
     __slots__ = (
-        "endpoint", "forwarded", "given_id", "headers", "keep_alive", "key", "length", "path", "patience_s", "url",
+        "caller", "endpoint", "forwarded", "given_id", "headers", "keep_alive", "length", "path", "patience_s", "url",
     )  # fmt: skip
 
     def __init__(self, url: bytes, headers: Headers, length: int, keep_alive: bool) -> None:
@@ -41,7 +42,7 @@ class Head:
         self.length = length
         self.keep_alive = keep_alive
         self.given_id = given_id(headers)
-        self.key = given_key(headers)
+        self.caller = Caller(given_key(headers))
         self.patience_s = patience_s(headers)
         self.forwarded = forwarded(headers)
 

@@ -11,7 +11,8 @@ from engine_worker.contract.errors import ApiError
 from gateway.aliases import Aliases
 from gateway.config import GatewaySettings
 from gateway.observe.record import RequestRecord
-from gateway.openai.parse import Endpoint, ParsedRequest, parse_request, with_model
+from gateway.openai.fields import Endpoint, ParsedRequest
+from gateway.openai.parse import parse_request, with_model
 from gateway.replicas.registry import Registry
 from gateway.router import Router
 from gateway.tenancy.refusals import shut_out

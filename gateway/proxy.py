@@ -39,7 +39,7 @@ from gateway.intake import Intake
 from gateway.observe.access_log import AccessLog
 from gateway.observe.metrics import Metrics
 from gateway.observe.record import EndState, RequestRecord
-from gateway.openai.parse import Endpoint
+from gateway.openai.fields import Endpoint
 from gateway.openai.sse import SseError
 from gateway.prefix.service import PrefixService
 from gateway.quarantine import Quarantine

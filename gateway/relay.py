@@ -11,19 +11,17 @@ from __future__ import annotations
 import asyncio
 import codecs
 import time
-from typing import Any
-
-import msgspec
 
 from gateway.config import GatewaySettings
 from gateway.exchange import Exchange, Failure, ReplicaRefused
 from gateway.guard import Interrupt
 from gateway.joining import Joiner
 from gateway.observe.metrics import Metrics
-from gateway.observe.record import EndState, RequestRecord
-from gateway.openai.errors import error_in, error_of, in_shape
-from gateway.openai.frames import FRAME, Frame, Usage, reused
+from gateway.observe.record import EndState
+from gateway.openai.errors import error_in, in_shape
+from gateway.openai.frames import Frame
 from gateway.openai.sse import SseError, StreamScanner
+from gateway.outcome import error_failure, finish, read_frame, reused
 from gateway.pump import Pump
 from gateway.resume import Resumer, can_resume
 from gateway.router import Lease
@@ -107,7 +105,7 @@ class Relay:
                 await exchange.answer.write(rest)
             raise SseError(scanner.broken)
         if scanner.error is not None:
-            told = _error_failure(scanner.error)
+            told = error_failure(scanner.error)
             if can_resume(exchange.transcript, told):
                 if rest:
                     await exchange.answer.write(rest)
@@ -139,7 +137,7 @@ class Relay:
             if not scanner.num_events:
                 chunk = await response.read_some()
         if scanner.error is not None:
-            raise ReplicaRefused(_error_failure(scanner.error))
+            raise ReplicaRefused(error_failure(scanner.error))
         return b"".join(parts)
 
     async def _write_on(
@@ -176,38 +174,6 @@ class Relay:
             exchange.guard.translate(error)
 
 
-def finish(
-    record: RequestRecord, lease: Lease, usage: Usage | None, num_events: int, num_before: int, cached: int | None
-) -> None:
-    """The answer is complete: end the lease, and note what it was. Of its tokens `num_before` came from other replicas,
-    and were input to this one; `cached` of its input this one says that it reused."""
-    num_output = num_events + num_before
-    if usage is not None:
-        num_output = usage.completion_tokens if usage.completion_tokens is not None else num_output
-        record.prompt_tokens = usage.prompt_tokens if usage.prompt_tokens is not None else record.prompt_tokens
-        cached = reused(cached, usage, num_before)
-        if record.cached_tokens is None or not num_before:
-            record.cached_tokens = cached
-    elif record.endpoint in ("tokenize", "detokenize"):
-        record.prompt_tokens = None  # an estimate, of what was no prompt
-    record.output_tokens = num_output
-    num_input = None if usage is None or usage.prompt_tokens is None else usage.prompt_tokens + num_before
-    lease.finish(max(0, num_output - num_before), cached, num_input)
-
-
-def read_frame(body: bytes) -> Frame:
-    """A whole answer's usage. Raises UpstreamError when it is not JSON, ReplicaRefused when it is an error."""
-    try:
-        frame = FRAME.decode(body)
-    except msgspec.ValidationError:
-        return Frame()  # JSON of another shape: nothing of ours in it
-    except (msgspec.DecodeError, RecursionError) as error:
-        raise UpstreamError(UpstreamFailure.BROKEN, f"its answer is not JSON ({error})") from error
-    if frame.failure is not None and not frame.choices:
-        raise ReplicaRefused(_error_failure(frame.failure))
-    return frame
-
-
 async def _opened(response: UpstreamResponse) -> tuple[bytes, bytes]:
     """A byte order mark, where the stream begins with one (of the first event it is no part), and what comes next."""
     chunk = await response.read_some()
@@ -237,11 +203,3 @@ async def _refusal(response: UpstreamResponse) -> Failure:
         retry_after_s=float(retry_after) if retry_after is not None and retry_after.isdigit() else None,
         upstream_status=status,
     )
-
-
-def _error_failure(error: dict[str, Any]) -> Failure:
-    """An error object that came with status 200, given the status that it deserves."""
-    code = error.get("code")
-    status = code if isinstance(code, int) and 400 <= code <= 599 else 500
-    told = error_of(error, status)
-    return Failure(FailureKind.REJECTED, status, told.message, body=told.body(), upstream_status=status)

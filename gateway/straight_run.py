@@ -14,7 +14,7 @@ from uvicorn.protocols.http.httptools_impl import STATUS_LINE
 
 from engine_worker.contract.work import work_line
 from gateway.admission import ANYONE, Claim
-from gateway.answer import Headers, Receive, Scope, Send, new_id
+from gateway.answer import Receive, Scope, Send, new_id
 from gateway.answer_head import AnswerHead
 from gateway.begun import Begun
 from gateway.cycle import joined
@@ -23,11 +23,12 @@ from gateway.exchange import Failure, ReplicaRefused, body_for, note_place, of_i
 from gateway.guard import Interrupt
 from gateway.heads import Head
 from gateway.observe.record import EndState, RequestRecord
-from gateway.openai.frames import Frame, reused
-from gateway.openai.parse import ParsedRequest
-from gateway.relay import finish, read_frame
+from gateway.openai.fields import ParsedRequest
+from gateway.openai.frames import Frame
+from gateway.outcome import finish, read_frame, reused
 from gateway.router import Lease
 from gateway.tenancy.directory import Identity
+from gateway.tenancy.refusals import Rates
 from gateway.tenancy.service import Visit
 from gateway.upstream import Target, UpstreamError, UpstreamResponse, with_forwarded
 from gateway.upstream_connection import Connection
@@ -60,8 +61,8 @@ class Run:
     """
 
     __slots__ = (
-        "_claim", "_connection", "_deadline_at", "_head", "_headers", "_identity", "_is_admitted", "_is_open",
-        "_lease", "_parsed", "_protocol", "_record", "_route", "_sent_at", "_straight", "_target", "_tick", "_visit",
+        "_claim", "_connection", "_deadline_at", "_head", "_identity", "_is_admitted", "_is_open", "_lease", "_parsed",
+        "_protocol", "_rates", "_record", "_route", "_sent_at", "_straight", "_target", "_tick", "_visit",
         "disconnected", "keep_alive", "response_complete", "response_started",
     )  # fmt: skip
     message_event: ClassVar[_NoEvent] = _NO_EVENT
@@ -74,7 +75,7 @@ class Run:
         self._record = RequestRecord(
             request_id=head.given_id or new_id(), endpoint=head.endpoint, started_at=time.monotonic()
         )
-        self._headers: Headers = []
+        self._rates = Rates()
         self._identity: Identity | None = None
         self._parsed: ParsedRequest | None = None
         self._visit: Visit | None = None
@@ -112,7 +113,7 @@ class Run:
     def _send(self, body: bytes) -> bool:
         """False where something must be waited for. Raises ApiError."""
         straight, head, record = self._straight, self._head, self._record
-        identity = self._identity = straight.tenancy.identify_key(head.key, record)
+        identity = self._identity = straight.tenancy.identify_caller(head.caller, record)
         parsed = self._parsed = straight.intake.parse(head.endpoint, body, identity, record)
         if parsed.stream:
             return False
@@ -121,7 +122,7 @@ class Run:
         if identity is not None:
             if straight.tenancy.shared is not None:
                 return False
-            self._visit = straight.tenancy.admit_here(identity, parsed, record, self._headers)
+            self._visit = straight.tenancy.admit_here(identity, parsed, record, self._rates)
             self._claim = self._visit.claim
         if not straight.admission.try_enter(self._claim):
             return False
@@ -146,7 +147,7 @@ class Run:
             return False
         self._connection = connection
         self._sent_at = lease.dispatched_at
-        replica.waiting.add(self)  # type: ignore[arg-type]  # only ever interrupted there
+        replica.waiting.add(self)
         return True
 
     # From the replica to the client
@@ -212,9 +213,10 @@ class Run:
         if record.cached_tokens is not None:
             own += f"x-warmgate-cached-tokens: {record.cached_tokens}\r\n"
         date = joined(protocol.server_state.default_headers)
-        limits = b"".join(b"%b: %b\r\n" % pair for pair in self._headers) if self._headers else b""
+        if self._visit is not None:
+            own += self._rates.lines()
         end = b"\r\n" if self.keep_alive else b"connection: close\r\n\r\n"
-        parts = (STATUS_LINE[head.status], date, head.lines, own.encode("ascii"), limits, end, body)
+        parts = (STATUS_LINE[head.status], date, head.lines, own.encode("ascii"), end, body)
         self.response_started = self.response_complete = True
         protocol.transport.write(b"".join(parts))
         if not self.keep_alive:
@@ -273,7 +275,7 @@ class Run:
             record=record, path=head.path,
             left_s=max(record.started_at + self._straight.request_s - now, least_s),
             patience_s=None if head.patience_s is None else max(self._deadline_at - now, least_s),
-            headers=[(b"x-request-id", record.request_id.encode("ascii")), *self._headers],
+            headers=[(b"x-request-id", record.request_id.encode("ascii")), *self._rates.headers()],
             identity=self._identity, parsed=self._parsed, visit=self._visit, is_admitted=self._is_admitted,
             route=self._route, lease=self._lease,
             response=response, failure=failure, is_again=is_again, error=error,

@@ -30,7 +30,7 @@ from msgspec import UNSET, UnsetType
 
 from gateway.observe.batches import Batches
 from gateway.observe.record import RequestRecord
-from gateway.openai.parse import ParsedRequest
+from gateway.openai.fields import ParsedRequest
 from policies.types import PrefixChain
 
 _log = logging.getLogger("warmgate.trace")

@@ -38,17 +38,6 @@ def _is_sane(count: int | None) -> bool:
     return count is None or 0 <= count <= MAX_TOKENS
 
 
-def reused(said: int | None, usage: Usage | None, num_before: int = 0) -> int | None:
-    """The input tokens that a replica reused, by its head (`said`) or else its usage: no more than it had, which were
-    the prompt's and the `num_before` that other replicas had answered."""
-    if usage is None:
-        return said
-    cached = usage.cached_tokens if said is None else said
-    if cached is None or usage.prompt_tokens is None:
-        return cached
-    return min(cached, usage.prompt_tokens + num_before)
-
-
 class _Choice(msgspec.Struct, frozen=True):
     finish_reason: str | None = None
 

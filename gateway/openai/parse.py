@@ -9,112 +9,22 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
-from typing import Annotated, Any, Literal
+from typing import Any, Final
 
 import msgspec
 
 from engine_worker.contract.errors import ApiError
+from gateway.openai.fields import DECODERS, Chat, Completion, Endpoint, ModelOnly, ParsedRequest
 from gateway.prefix.source import PromptSource
 
-Endpoint = Literal["chat", "completions", "embeddings", "tokenize", "detokenize"]
-
 Spans = dict[str, tuple[int, int]]  # a top-level key -> where its value begins and ends in the body
-
-MAX_STOPS = 64
-MAX_LOGIT_BIAS = 4096
-_MAX_STOP_CHARS = 4096
-Stops = Annotated[list[Annotated[str, msgspec.Meta(max_length=_MAX_STOP_CHARS)]], msgspec.Meta(max_length=MAX_STOPS)]
-
-ShortText = Annotated[str, msgspec.Meta(max_length=4096)]
-PositiveInt = Annotated[int, msgspec.Meta(ge=1, le=2**31)]
-
-
-class StreamOptions(msgspec.Struct, frozen=True):
-    include_usage: bool | None = None
-
-
-class _Common(msgspec.Struct, frozen=True, kw_only=True):
-    model: Annotated[str, msgspec.Meta(min_length=1, max_length=1024)]
-    stream: bool | None = None
-    stream_options: StreamOptions | None = None
-    max_tokens: Annotated[int, msgspec.Meta(ge=0, le=2**31)] | None = None
-    max_completion_tokens: PositiveInt | None = None
-    n: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
-    prompt_cache_key: ShortText | None = None
-    cache_salt: ShortText | msgspec.UnsetType | None = msgspec.UNSET
-    add_special_tokens: bool | None = None
-    stop: Annotated[str, msgspec.Meta(max_length=_MAX_STOP_CHARS)] | Stops | None = None
-    logit_bias: Annotated[dict[str, Any], msgspec.Meta(max_length=MAX_LOGIT_BIAS)] | None = None
-    # Not looked at; read so that a number which is none (1e999) is refused here.
-    temperature: Any = None
-    top_p: Any = None
-    min_p: Any = None
-    presence_penalty: Any = None
-    frequency_penalty: Any = None
-    repetition_penalty: Any = None
-
-
-class _Chat(_Common, frozen=True, kw_only=True):
-    messages: Annotated[list[dict[str, Any]], msgspec.Meta(min_length=1)]
-    tools: list[dict[str, Any]] | None = None
-    chat_template_kwargs: dict[str, Any] | None = None
-    chat_template: str | None = None
-    add_generation_prompt: bool | None = None
-    continue_final_message: bool | None = None
-    reasoning_effort: str | None = None
-
-
-class _Completion(_Common, frozen=True, kw_only=True):
-    prompt: str | list[Any]
-    suffix: str | None = None
-    best_of: Annotated[int, msgspec.Meta(ge=1, le=128)] | None = None
-
-
-class _Embedding(_Common, frozen=True, kw_only=True):
-    input: Any
-
-
-class _ModelOnly(msgspec.Struct, frozen=True, kw_only=True):
-    model: str | None = None
-
-
-class ParsedRequest(msgspec.Struct, frozen=True, kw_only=True):
-    """What the gateway knows of a request. `body` goes to a replica: what the client sent, byte for byte, but for what
-    `adds_usage` (the usage of a stream is asked for, though the client didn't) and `with_model` put in.
-
-    Where a salt was put in (`parse_request`), `unsalted` is the body without it, for replicas that don't know it.
-
-    `max_output_tokens` is the client's own limit, if it gave one. `num_choices` is n (choices of a stream). `session`
-    names a conversation that the client wants kept together. `source` is the prompt, for routes that have one.
-    """
-
-    endpoint: Endpoint
-    body: bytes
-    model: str | None
-    stream: bool = False
-    adds_usage: bool = False
-    max_output_tokens: int | None = None
-    num_choices: int = 1
-    session: str | None = None
-    source: PromptSource | None = None
-    unsalted: bytes | None = None
-
-
-_TYPES: dict[Endpoint, Any] = {
-    "chat": _Chat,
-    "completions": _Completion,
-    "embeddings": _Embedding,
-    "tokenize": _ModelOnly,
-    "detokenize": _ModelOnly,
-}
-_DECODERS = {endpoint: msgspec.json.Decoder(kind) for endpoint, kind in _TYPES.items()}
-_RAW = msgspec.json.Decoder(dict[str, msgspec.Raw])
-_ANY = msgspec.json.Decoder()
-_STREAM = re.compile(rb'"stream"[ \t\r\n]*:[ \t\r\n]*true')
-_KEY = re.compile(rb'[ \t\r\n]*"((?:[^"\\]|\\.)*)"[ \t\r\n]*:[ \t\r\n]*', re.DOTALL)
-_NEXT = re.compile(rb"[ \t\r\n]*([,}])")
-_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
-_OPEN = re.compile(rb"[ \t\r\n]*\{")
+_RAW: Final = msgspec.json.Decoder(dict[str, msgspec.Raw])
+_ANY: Final = msgspec.json.Decoder()
+_STREAM: Final = re.compile(rb'"stream"[ \t\r\n]*:[ \t\r\n]*true')
+_KEY: Final = re.compile(rb'[ \t\r\n]*"((?:[^"\\]|\\.)*)"[ \t\r\n]*:[ \t\r\n]*', re.DOTALL)
+_NEXT: Final = re.compile(rb"[ \t\r\n]*([,}])")
+_SURROGATE: Final = re.compile(rb"\\u[dD][89a-fA-F]")
+_OPEN: Final = re.compile(rb"[ \t\r\n]*\{")
 
 
 def parse_request(
@@ -122,7 +32,7 @@ def parse_request(
 ) -> ParsedRequest:  # fmt: skip
     """`salted` makes the salt that a replica gets from the client's own ("" for none). Raises ApiError(400)."""
     fields = _fields(endpoint, body)
-    if isinstance(fields, _ModelOnly):
+    if isinstance(fields, ModelOnly):
         return ParsedRequest(endpoint=endpoint, body=body, model=fields.model)
     stream = bool(fields.stream)
     adds_usage = stream and not (fields.stream_options is not None and fields.stream_options.include_usage)
@@ -135,7 +45,7 @@ def parse_request(
         body = _with_salt(body, salt, has_own)
     num_choices = fields.n or 1
     source = None
-    if isinstance(fields, _Chat):
+    if isinstance(fields, Chat):
         source = PromptSource(
             messages=fields.messages,
             tools=fields.tools or None,
@@ -147,7 +57,7 @@ def parse_request(
             add_special_tokens=fields.add_special_tokens,
             own_template=fields.chat_template is not None,
         )
-    elif isinstance(fields, _Completion):
+    elif isinstance(fields, Completion):
         if fields.best_of is not None and fields.best_of < num_choices:
             raise ApiError(400, f"best_of is {fields.best_of} but n is {num_choices}; best_of must be at least n.")
         if isinstance(fields.prompt, list) and (num_prompts := _num_prompts(fields.prompt)) > 1:
@@ -231,7 +141,7 @@ def decode_object(body: bytes) -> dict[str, Any]:
 def _fields(endpoint: Endpoint, body: bytes) -> Any:
     """The fields that are looked at; decode_object's checks hold for the rest of the body, too."""
     try:
-        fields = _decoded(_DECODERS[endpoint], body)
+        fields = _decoded(DECODERS[endpoint], body)
     except msgspec.ValidationError as error:
         raise invalid_field(error, decode_object(body)) from None
     if b"\\" in body and b"\\u" in body:  # a single byte is found many times faster

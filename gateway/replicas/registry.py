@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 
 from gateway.config import ReplicaSpec
-from gateway.guard import Guard, Interrupt
+from gateway.guard import Interrupt, Interruptible
 from gateway.replicas.dialect import Report
 from gateway.replicas.gate import OPEN_AFTER, Gate
 from gateway.replicas.room import Room
@@ -34,7 +34,7 @@ class Replica:
               as last told to the fleet (status DOWN and the rest empty before the first report)
     model_fingerprint
               the same for bundled workers that can go on with each other's answers; "" for what can't
-    waiting   guards of the requests that wait there for a first token, or whose answer could be continued elsewhere
+    waiting   the requests that wait there for a first token, or whose answer could be continued elsewhere
     gate      how much of the traffic it may have; `num_leases` is what it has now
     cut_trouble
               why its keys are made of text though they were meant to be made of tokens, or ""
@@ -60,7 +60,7 @@ class Replica:
     detail: str = "not reached yet"
     breaker: str = ""
     cut_trouble: str = ""
-    waiting: set[Guard] = field(default_factory=set)
+    waiting: set[Interruptible] = field(default_factory=set)
     gate: Gate = field(default_factory=lambda: Gate(0.0))
     num_leases: int = 0
     drained: bool = False
@@ -191,8 +191,13 @@ class Registry:
 
     def num_slots(self, model: str) -> int:
         """How many requests the replicas that are ready for `model` should have at most, as learned; 0: no bound."""
-        slots = [replica.room.num_slots for replica in self.ready(model)]
-        return sum(slots) if all(slots) else 0
+        num_slots = 0
+        for replica in self.ready(model):
+            slots = replica.room.num_slots
+            if not slots:
+                return 0
+            num_slots += slots
+        return num_slots
 
     def _changed(self) -> None:
         self._model_names = None

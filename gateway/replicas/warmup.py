@@ -24,7 +24,7 @@ from collections.abc import Awaitable, Callable, Iterable, Sequence
 from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from gateway.openai.parse import ParsedRequest
+from gateway.openai.fields import ParsedRequest
 from gateway.prefix.service import PrefixService
 from gateway.replicas.hot_prompts import HotPrompt, HotPrompts, hottest, replay_body
 from gateway.replicas.registry import Registry, Replica

@@ -66,6 +66,7 @@ class Directory:
         self._groups = groups
         self._by_digest: dict[bytes, Identity] = {}
         self.book: KeyBook | None = None
+        self.num_loads = 0  # an identity that was found is in force until this changes
 
     def __len__(self) -> int:
         return len(self._by_digest)
@@ -96,6 +97,7 @@ class Directory:
                 salts.of(record.tenant), tuple(account for account in accounts if account is not None),
             )  # fmt: skip
         self._by_digest, self.book = identities, book
+        self.num_loads += 1
         self._ledger.forget([name for name in self._ledger.accounts if name not in names])
 
     def _of(self, book: KeyBook, tenant: str) -> Limits:

@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import msgspec
 
-from gateway.openai.parse import ParsedRequest
+from gateway.openai.fields import ParsedRequest
 from gateway.prefix.source import PromptSource
 
 EXPECTED_OUTPUT_TOKENS: Final = 256  # of a request that sets no limit of its own

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 from math import ceil
 
 from engine_worker.contract.errors import ApiError
 from gateway.answer import Headers
 from gateway.replicas.registry import Registry
-from gateway.tenancy.limits import Account, Denied, Limit, standings
+from gateway.tenancy.limits import Account, Denied, Limit, Standing, standings
 from policies.types import ReplicaId
 
 _UNITS = {Limit.REQUESTS: "requests per min (RPM)", Limit.TOKENS: "tokens per min (TPM)"}
@@ -62,7 +61,7 @@ def refusal(denied: Denied) -> ApiError:
         message = f"Request too large for your {_whose(denied)} on {_UNITS[denied.limit]}: {what}. Ask for less."
         return _limited(message, denied.limit.value, None)
     message = f"Rate limit reached for your {_whose(denied)} on {_UNITS[denied.limit]}: {what}."
-    return _limited(f"{message} Please try again in {duration(wait_s).decode()}.", denied.limit.value, wait_s)
+    return _limited(f"{message} Please try again in {duration(wait_s)}.", denied.limit.value, wait_s)
 
 
 def _limited(message: str, kind: str, wait_s: float | None) -> ApiError:
@@ -76,33 +75,50 @@ def _whose(denied: Denied) -> str:
     return "tenant" if denied.account.startswith("tenant ") else "key"
 
 
-def rate_headers(accounts: Sequence[Account]) -> Headers:
-    """x-ratelimit-*: of the key's and the tenant's limits the tighter one."""
-    headers: Headers = []
-    requests, tokens = standings(accounts)
-    if requests is not None:
-        headers.append(_limit(b"requests", requests.limit))
-        headers.append((b"x-ratelimit-remaining-requests", b"%d" % requests.remaining))
-        headers.append((b"x-ratelimit-reset-requests", duration(requests.reset_s)))
-    if tokens is not None:
-        headers.append(_limit(b"tokens", tokens.limit))
-        headers.append((b"x-ratelimit-remaining-tokens", b"%d" % tokens.remaining))
-        headers.append((b"x-ratelimit-reset-tokens", duration(tokens.reset_s)))
-    return headers
+class Rates:
+    """x-ratelimit-*: of the key's and the tenant's limits the tighter one. Nothing before `note`."""
+
+    __slots__ = ("_requests", "_tokens")
+
+    def __init__(self) -> None:
+        self._requests: Standing | None = None
+        self._tokens: Standing | None = None
+
+    def note(self, accounts: Sequence[Account]) -> None:
+        """Where they stand now."""
+        self._requests, self._tokens = standings(accounts)
+
+    def lines(self) -> str:
+        """As lines of a head."""
+        lines = ""
+        if (requests := self._requests) is not None:
+            lines = _lines("requests", requests)
+        if (tokens := self._tokens) is not None:
+            lines += _lines("tokens", tokens)
+        return lines
+
+    def headers(self) -> Headers:
+        headers: Headers = []
+        for line in self.lines().encode("ascii").splitlines():
+            name, _, value = line.partition(b": ")
+            headers.append((name, value))
+        return headers
 
 
-@lru_cache(maxsize=4096)
-def _limit(unit: bytes, limit: int) -> tuple[bytes, bytes]:
-    return b"x-ratelimit-limit-%b" % unit, b"%d" % limit
+def _lines(unit: str, standing: Standing) -> str:
+    return (
+        f"x-ratelimit-limit-{unit}: {standing.limit}\r\nx-ratelimit-remaining-{unit}: {standing.remaining}\r\n"
+        f"x-ratelimit-reset-{unit}: {duration(standing.reset_s)}\r\n"
+    )
 
 
-def duration(seconds: float) -> bytes:
+def duration(seconds: float) -> str:
     """As OpenAI writes them: 20ms, 2s, 6m0s. Never too short."""
     if seconds < 1.0:
-        return b"%dms" % ceil(max(0.0, seconds) * 1000)
+        return f"{ceil(max(0.0, seconds) * 1000)}ms"
     whole = ceil(seconds)
     if whole < 60:
-        return b"%ds" % whole
+        return f"{whole}s"
     minutes, rest = divmod(whole, 60)
     hours, minutes = divmod(minutes, 60)
-    return b"%dh%dm%ds" % (hours, minutes, rest) if hours else b"%dm%ds" % (minutes, rest)
+    return f"{hours}h{minutes}m{rest}s" if hours else f"{minutes}m{rest}s"

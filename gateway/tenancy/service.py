@@ -22,13 +22,13 @@ from gateway.admission import Claim
 from gateway.answer import Headers, Scope
 from gateway.config import GatewaySettings
 from gateway.observe.record import RequestRecord
-from gateway.openai.parse import ParsedRequest
+from gateway.openai.fields import ParsedRequest
 from gateway.sharing.errors import LinkDown
 from gateway.tenancy.directory import Directory, Identity, Watcher
 from gateway.tenancy.estimate import EXPECTED_OUTPUT_TOKENS, estimate
 from gateway.tenancy.figures import TenantFigures
 from gateway.tenancy.limits import Account, Denied, Ledger
-from gateway.tenancy.refusals import no_key, rate_headers, refusal, stale, wrong_key
+from gateway.tenancy.refusals import Rates, no_key, refusal, stale, wrong_key
 from gateway.tenancy.spent import Spent
 from gateway.tenancy.store import FileStore
 from policies.fair import OUTPUT_WEIGHT
@@ -39,6 +39,18 @@ if TYPE_CHECKING:
 _log = logging.getLogger("warmgate.tenants")
 _FREE = ("tokenize", "detokenize")
 _BEARER: Final = b"bearer "
+
+
+class Caller:
+    """A key as a client sent it (None for none), and whose it was found to be when the keys had been loaded `num_loads`
+    times: connections bring the same key with each request."""
+
+    __slots__ = ("given", "identity", "num_loads")
+
+    def __init__(self, given: bytes | None) -> None:
+        self.given: Final = given
+        self.identity: Identity | None = None
+        self.num_loads = 0
 
 
 class Visit:
@@ -133,18 +145,26 @@ class Tenancy:
 
     def identify_key(self, given: bytes | None, record: RequestRecord | None) -> Identity | None:
         """The same for a key that was read from the headers, None where they have none."""
+        return self.identify_caller(Caller(given), record)
+
+    def identify_caller(self, caller: Caller, record: RequestRecord | None) -> Identity | None:
+        """The same for a caller that may have been here before."""
         watcher = self._watcher
         if watcher is None:
             return None
+        given, directory = caller.given, self.directory
         if given is None:
             self.figures.strangers["missing"] += 1
             raise no_key()
         if watcher.is_stale:
             raise stale()
-        identity = self.directory.find(given)
-        if identity is None:
-            self.figures.strangers["unknown"] += 1
-            raise wrong_key()
+        identity = caller.identity
+        if identity is None or caller.num_loads != directory.num_loads:
+            identity = directory.find(given)
+            if identity is None:
+                self.figures.strangers["unknown"] += 1
+                raise wrong_key()
+            caller.identity, caller.num_loads = identity, directory.num_loads
         if record is not None:
             record.tenant, record.key_id = identity.tenant, identity.key_id
         return identity
@@ -154,19 +174,23 @@ class Tenancy:
 
         Raises ApiError(429). A cancelled wait leaves nothing reserved.
         """
-        if self.shared is None or not identity.accounts:
-            return self.admit_here(identity, parsed, record, headers)
-        visit, wanted = self._visit(identity, parsed)
-        denied = await self._decide(self.shared, visit, identity.accounts, wanted)
-        return self._judged(visit, denied, record, headers)
+        rates = Rates()
+        try:
+            if self.shared is None or not identity.accounts:
+                return self.admit_here(identity, parsed, record, rates)
+            visit, wanted = self._visit(identity, parsed)
+            denied = await self._decide(self.shared, visit, identity.accounts, wanted)
+            return self._judged(visit, denied, record, rates)
+        finally:
+            headers += rates.headers()
 
-    def admit_here(self, identity: Identity, parsed: ParsedRequest, record: RequestRecord, headers: Headers) -> Visit:
-        """The same where no other gateway shares the limits."""
+    def admit_here(self, identity: Identity, parsed: ParsedRequest, record: RequestRecord, rates: Rates) -> Visit:
+        """The same where no other gateway shares the limits. What the headers say goes into `rates`."""
         visit, wanted = self._visit(identity, parsed)
         denied = None
         if accounts := identity.accounts:
             denied = self.ledger.admit(visit.request_id, accounts, wanted, time.monotonic(), time.time(), 1)
-        return self._judged(visit, denied, record, headers)
+        return self._judged(visit, denied, record, rates)
 
     def _visit(self, identity: Identity, parsed: ParsedRequest) -> tuple[Visit, int]:
         """A visit, and the tokens that are to be reserved for it."""
@@ -176,10 +200,10 @@ class Tenancy:
         claim = Claim(identity.tenant, identity.weight, parsed.model or "", cost)
         return Visit(identity, f"{next(self._ids):x}", claim, is_free, self), prompt + output
 
-    def _judged(self, visit: Visit, denied: Denied | None, record: RequestRecord, headers: Headers) -> Visit:
+    def _judged(self, visit: Visit, denied: Denied | None, record: RequestRecord, rates: Rates) -> Visit:
         identity = visit.identity
         if identity.accounts:
-            headers += rate_headers(identity.accounts)
+            rates.note(identity.accounts)
         if denied is not None:
             record.admission = f"denied: {denied.limit}"
             self.figures.denied(identity.tenant, denied.limit)

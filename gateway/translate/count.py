@@ -14,7 +14,8 @@ import msgspec
 from engine_worker.contract.errors import ApiError
 from gateway.answer import ClientGone, Headers, Message, Receive, Scope, Send, read_body, request_id
 from gateway.observe.record import RequestRecord
-from gateway.openai.parse import ParsedRequest, parse_request
+from gateway.openai.fields import ParsedRequest
+from gateway.openai.parse import parse_request
 from gateway.prefix.service import PrefixService
 from gateway.prefix.source import PromptSource
 from gateway.replicas.registry import Registry

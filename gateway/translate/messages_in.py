@@ -12,7 +12,7 @@ from typing import Annotated, Any
 
 import msgspec
 
-from gateway.openai.parse import PositiveInt
+from gateway.openai.fields import PositiveInt
 from gateway.translate.chat import Json, obj, parts_or_text, read_request, string, unsupported, wrong
 
 _BILLING = "x-anthropic-billing-header"

@@ -13,7 +13,7 @@ from typing import Annotated, Any
 import msgspec
 
 from engine_worker.contract.errors import ApiError
-from gateway.openai.parse import PositiveInt
+from gateway.openai.fields import PositiveInt
 from gateway.translate.chat import Json, obj, parts_or_text, string, unsupported, wrong
 
 Resolve = Callable[[str], Json | None]  # a stored item by its id

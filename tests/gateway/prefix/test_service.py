@@ -221,13 +221,14 @@ async def test_a_machine_that_is_busy_does_not_make_a_template_slow(
 ) -> None:
     tokens = await service.register(A, "m", tiny_bundle(COUNTS), 4)
     [built] = service._vocabularies.values()
-    pieces, away_s = built.result()._pieces, 2 * vocabulary.SLOW_RENDER_S
+    renderer, away_s = built.result().renderer, 2 * vocabulary.SLOW_RENDER_S
+    render = renderer.render_chat
 
-    def interrupted(source: PromptSource) -> list[str]:
+    def interrupted(*arguments: Any, **options: Any) -> str:
         time.sleep(away_s)  # others have the processor meanwhile
-        return pieces(source)
+        return render(*arguments, **options)
 
-    monkeypatch.setattr(built.result(), "_pieces", interrupted)
+    monkeypatch.setattr(renderer, "render_chat", interrupted)
     for _ in range(2):
         assert await service.chains(chat("x"), [tokens.key_space])
     assert service.stats().num_threaded == 0

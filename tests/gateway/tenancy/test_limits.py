@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from gateway.tenancy.keys import Limits
 from gateway.tenancy.limits import Account, Ledger, Limit, standings
+from gateway.tenancy.refusals import Rates
 
 WALL = 1_000_000_000.0
 
@@ -130,6 +131,23 @@ def test_the_tighter_account_is_what_headers_tell() -> None:
     assert tokens is not None
     assert (requests.limit, requests.remaining, requests.reset_s) == (10, 9, 6.0)
     assert (tokens.limit, tokens.remaining, tokens.reset_s) == (600, 540, 6.0)
+
+
+def test_headers_and_lines_say_the_same() -> None:
+    book, accounts = ledger(Limits(requests_per_minute=10), Limits(tokens_per_minute=600))
+    rates = Rates()
+    assert (rates.headers(), rates.lines()) == ([], "")
+    book.admit("a", accounts, 60, 0.0, WALL)
+    rates.note(accounts)
+    assert rates.headers() == [
+        (b"x-ratelimit-limit-requests", b"10"),
+        (b"x-ratelimit-remaining-requests", b"9"),
+        (b"x-ratelimit-reset-requests", b"6s"),
+        (b"x-ratelimit-limit-tokens", b"600"),
+        (b"x-ratelimit-remaining-tokens", b"540"),
+        (b"x-ratelimit-reset-tokens", b"6s"),
+    ]
+    assert rates.lines().encode() == b"".join(b"%b: %b\r\n" % pair for pair in rates.headers())
 
 
 def test_budgets_come_back_after_a_restart() -> None:

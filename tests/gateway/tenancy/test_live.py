@@ -12,6 +12,7 @@ from typing import Any
 import pytest
 
 from tests.gateway.harness import CHAT, Replica, Running, gateway, tokens, until
+from tests.gateway.straight_support import line, request
 from tests.gateway.tenancy.support import Keys, ask
 
 
@@ -89,6 +90,22 @@ async def test_a_revoked_key_is_refused_and_a_new_one_taken_without_a_restart(ke
         await until(lambda: directory.find(key.encode()) is None and directory.find(fresh.encode()))
         assert error_of(await ask(running, key)) == (401, "invalid_api_key")
         assert (await ask(running, fresh)).status_code == 200
+
+
+async def test_a_revoked_key_is_refused_on_a_connection_that_has_used_it(keys: Keys) -> None:
+    """Whose key it is is remembered with the connection's head, and is not to outlast the key."""
+    key = keys.make("acme")
+    asked = request(extra=b"authorization: Bearer %b\r\n" % key.encode())
+    async with gateway(replica(), keys_file=keys.path) as running, line(running) as client:
+        for _ in range(3):
+            status, headers, _ = await client.ask(asked)
+            assert status == 200
+        keys.store.remove(keys.ids[key])
+        directory = running.app.tenancy.directory
+        await until(lambda: directory.find(key.encode()) is None)
+        status, headers, body = await client.ask(asked)
+        assert (status, json.loads(body)["error"]["code"]) == (401, "invalid_api_key")
+        assert not any(name.startswith("x-ratelimit") for name in headers)
 
 
 async def test_a_file_that_breaks_changes_nothing_until_it_is_too_old(keys: Keys) -> None:

@@ -145,7 +145,7 @@ def test_only_what_becomes_prompt_is_estimated() -> None:
 
 @pytest.mark.parametrize(
     ("seconds", "text"),
-    [(0, b"0ms"), (0.0201, b"21ms"), (1.0, b"1s"), (59.2, b"1m0s"), (1.5, b"2s"), (360, b"6m0s"), (7322, b"2h2m2s")],
+    [(0, "0ms"), (0.0201, "21ms"), (1.0, "1s"), (59.2, "1m0s"), (1.5, "2s"), (360, "6m0s"), (7322, "2h2m2s")],
 )
 def test_durations_as_openai_writes_them(seconds: float, text: bytes) -> None:
     assert duration(seconds) == text
