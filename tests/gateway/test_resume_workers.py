@@ -26,7 +26,10 @@ EARLY = 10  # tokens that some stream of a worker has when it is killed
 @pytest.fixture(scope="module")
 def workers(tmp_path_factory: pytest.TempPathFactory) -> Iterator[list[RunningWorker]]:
     folder = write_tiny_llama(tmp_path_factory.mktemp("tiny-llama"))
-    flags = ("--load-format", "dummy", "--kv-cache-memory", "4MiB", "--threads", "1", "--served-model-name", "fake")
+    flags = (
+        *("--load-format", "dummy", "--kv-cache-memory", "4MiB", "--threads", "1", "--served-model-name", "fake"),
+        *("--max-num-seqs", "4"),  # so that some are in mid-answer for long, however late the kill comes
+    )
     with contextlib.ExitStack() as stack:
         running = [
             stack.enter_context(running_worker(*flags, model=str(folder), module="engine_worker")) for _ in range(2)
