@@ -15,9 +15,9 @@ AVX-512, all formats in one run (which takes a core five minutes):
 The demo model is small (135 million parameters) and small models lose most. Its weights come from a GGUF file in Q4_1,
 which is lossy already; everything here is relative to those weights in float32, that is, to the GGUF's own quality.
 A reading is good to about half a percent, by which other kernels or another order of sums move it. int4 gives such
-weights back as they were, so that only its int8 head is left to see. Its bound is for weights on no grid: of the demo
-model with the columns of every linear in another order, quantized and put back, the perplexity rises by 14 to 17 % and
-72 to 76 % agree (512 tokens).
+weights back as they were, so that only its int8 head is left to see. Its bound is for weights on no grid: of the
+demo model with its channels in another order, which changes no output, the perplexity rises by 4.1 % (and did by 19 %
+when all inputs counted alike, see importance.py).
 
 tests/engine_worker/model/test_quantize.py holds weights, and test_kv_quality.py caches, to these bounds on half the
 text. No test holds fp8 weights to theirs, as their products need a CUDA device: run this there.
@@ -37,7 +37,7 @@ from engine_worker.model.errors import ModelError
 
 TEXT = Path(__file__).parent / "model" / "evaluation.txt"
 # format -> (largest increase of the perplexity, least agreement), both as shares
-BOUNDS = {"int8": (0.01, 0.93), "int4": (0.22, 0.68), "fp8": (0.03, 0.92)}
+BOUNDS = {"int8": (0.01, 0.93), "int4": (0.10, 0.78), "fp8": (0.03, 0.92)}
 KV_BOUNDS = {"int8": (0.01, 0.96), "fp8": (0.01, 0.94), "fp4": (0.08, 0.85), "k8v4": (0.02, 0.93)}
 _CHUNK = 256
 

@@ -23,6 +23,7 @@ from engine_worker.model.checkpoint_dtype import choose_device, dtype_name
 from engine_worker.model.cuda_setup import profiled_budget, record_graphs, wants_graphs
 from engine_worker.model.drafters import check_draft, load_draft, make_drafter
 from engine_worker.model.families import num_layers, refuse_module
+from engine_worker.model.importance import measure_importance
 from engine_worker.model.kv_format import DENSE, KVFormat, choose_format
 from engine_worker.model.kv_tensors import KVLayout, KVTensors
 from engine_worker.model.memory import format_bytes, num_kv_blocks
@@ -39,7 +40,7 @@ from engine_worker.model.threads import choose_num_threads
 if TYPE_CHECKING:
     from engine_worker.model.token_masks import TokenMasks
 
-_FORMAT = b"warmgate kv 2"  # goes up when cached keys and values change their meaning
+_FORMAT = b"warmgate kv 3"  # goes up when cached keys and values change their meaning
 
 
 def load_model(config: EngineConfig, progress: Callable[[str], None]) -> ModelRunner:
@@ -63,6 +64,9 @@ def load_model(config: EngineConfig, progress: Callable[[str], None]) -> ModelRu
     details = [*checkpoint.details, *notes]
     if checkpoint.device.type == "cpu":
         details.append(native.status())
+    if config.quantization == "int4":
+        progress("reading a text to see which inputs of each layer are large")
+        measure_importance(module, checkpoint.tokenizer.tokenizer_json, max_model_len)
     prepared = prepare_module(module, checkpoint.dtype, library, backend, config.quantization, progress)
     details += prepared.details
     layout = _test(config, checkpoint, backend, kv_format, max_model_len, details, progress)

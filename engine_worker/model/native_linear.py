@@ -43,6 +43,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from engine_worker.model.importance import importance_of
 from engine_worker.model.native import kernels
 from engine_worker.model.native.kernels import PackedWeight, Quantized
 from engine_worker.model.native.library import Library
@@ -62,7 +63,8 @@ class NativeLinear(nn.Module):
 
     @classmethod
     def of(cls, library: Library, linear: nn.Linear, kind: str) -> NativeLinear:
-        return cls(library, PackedWeight(kernels.quantize(linear.weight, kind), linear.bias))
+        quantized = kernels.quantize(linear.weight, kind, importance=importance_of(linear))
+        return cls(library, PackedWeight(quantized, linear.bias))
 
     def forward(self, x: Tensor) -> Tensor:
         """[..., K] -> [..., N]"""

@@ -24,7 +24,9 @@ never quantized is like the former. Over 511 tokens of the evaluation text, for 
 
 Perplexity is too noisy there (about 3 %) to tell the first from the last; the divergence tells them apart. Sixteen
 ranges instead of four, with five symmetric scales, gain another 2 % of the error for three times the time. Errors
-weighed by the gain of the norm before a layer, squared, brought nothing (0.167 where the same ranges had 0.161).
+weighed by the gain of the norm before a layer, squared, brought nothing (0.167 where the same ranges had 0.161). Errors
+weighed by what really comes into the layer (importance.py) do: perplexity +4.1 % instead of +19.2 %, over 955 tokens of
+the demo model with its channels in another order.
 
 Embeddings follow the LM head where the two are tied, and stay dense otherwise: looking up rows costs no bandwidth.
 """
@@ -36,6 +38,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from engine_worker.model.errors import ModelError
+from engine_worker.model.importance import importance_of
 from engine_worker.model.native.kernels import quantize
 
 KINDS = ("int8", "int4", "fp8")
@@ -69,7 +72,7 @@ class QuantizedLinear(nn.Module):
         self.kind = kind
         self.weight = torch.empty(linear.weight.shape, device="meta", dtype=linear.weight.dtype)
         self.bias = linear.bias
-        quantized = quantize(linear.weight, kind)
+        quantized = quantize(linear.weight, kind, importance=importance_of(linear))
         values = quantized.values
         if kind == "int4":
             values = values[:, 0::2] | values[:, 1::2] << 4  # [N, K / 2]

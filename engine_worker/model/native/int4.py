@@ -8,6 +8,11 @@ be negative). From each onwards the pair that fits the integers best, by least s
 that pair are sought in turn. The error is therefore never larger than that of rounding from least to largest, nor than
 that of the symmetric grids; and numbers that came from a GGUF file in Q4_0 or Q4_1 with the same groups (whose scales
 are half floats, too) come back exactly.
+
+Where it is known how large the inputs are that meet each column (importance.py), a column's squared error counts as
+much as their mean square, in the fits as in the choice. Weighing errors so is what llama.cpp's importance matrix does;
+GPTQ (Frantar et al., "GPTQ: Accurate Post-Training Quantization for Generative Pre-trained Transformers", 2022) has the
+whole matrix of second moments in place of its diagonal.
 """
 
 from __future__ import annotations
@@ -26,18 +31,23 @@ _SYMMETRIC = (1.0, 0.9)  # of the scale at which the number of largest size lies
 _FITS = 2  # rounds of least squares
 
 
-def round_groups(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+def round_groups(groups: Tensor, importance: Tensor | None = None) -> tuple[Tensor, Tensor, Tensor]:
     """Groups [N, G, size] in float32 -> integers uint8 [N, G, size], scales and minima float16 [N, G].
+
+    `importance` [G, size], above 0, is what a squared error counts for; only ratios within a group matter. None: all 1.
 
     Raises ModelError for numbers that a half float can't hold.
     """
     values = torch.empty_like(groups, dtype=torch.uint8)
     scales, minima = (groups.new_empty(groups.shape[:2], dtype=torch.float16) for _ in range(2))
     chunk = _CHUNK_CUDA if groups.device.type == "cuda" else _CHUNK
+    if importance is None:
+        importance = groups.new_ones(groups.shape[1:])
+    share = (importance / importance.sum(1, keepdim=True))[None]
     step = max(1, chunk // max(1, groups[:1].numel()))
     for first in range(0, groups.shape[0], step):
         rows = slice(first, first + step)
-        search = _Search(groups[rows])
+        search = _Search(groups[rows], share)
         values[rows] = search.integers(search.scale, search.minimum).to(torch.uint8)
         scales[rows] = search.scale[:, :, 0].half()
         minima[rows] = search.minimum[:, :, 0].half()
@@ -45,14 +55,18 @@ def round_groups(groups: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 
 
 class _Search:
-    """The best pair so far of each group: `scale` and `minimum` [N, G, 1], and its squared error."""
+    """The best pair so far of each group: `scale` and `minimum` [N, G, 1], and its mean squared error, weighed.
 
-    def __init__(self, groups: Tensor) -> None:
+    `share` [1, G, size] has the sum 1 in each group.
+    """
+
+    def __init__(self, groups: Tensor, share: Tensor) -> None:
         low, high = groups.amin(2, keepdim=True), groups.amax(2, keepdim=True)
         if not bool((low.abs().maximum(high.abs()) <= _LARGEST).all()):
             raise ModelError("The model has weights beyond the range of half floats, or not finite. Leave out int4.")
         self.groups = groups
-        self._mean = groups.mean(2, keepdim=True)
+        self._share = share
+        self._mean = self._average(groups)
         width = high - low
         self.scale, self.minimum = _halved(width / 15, low)
         self.error = self._error(self.scale, self.minimum)
@@ -71,9 +85,10 @@ class _Search:
     def _fit(self, scale: Tensor, minimum: Tensor) -> None:
         for _ in range(_FITS):
             q = self.integers(scale, minimum)
-            mean = q.mean(2, keepdim=True)
-            spread = (q * q).sum(2, keepdim=True) - q.shape[2] * mean * mean
-            scale = ((q - mean) * self.groups).sum(2, keepdim=True) / spread.clamp(min=1e-6)
+            mean = self._average(q)
+            weighed = (q - mean).mul_(self._share)
+            spread = (weighed * q).sum(2, keepdim=True)
+            scale = weighed.mul_(self.groups).sum(2, keepdim=True) / spread.clamp(min=1e-9)
             minimum = self._mean - scale * mean
         self._keep(scale, minimum)
 
@@ -86,7 +101,10 @@ class _Search:
         self.error = torch.where(better, error, self.error)
 
     def _error(self, scale: Tensor, minimum: Tensor) -> Tensor:
-        return self.integers(scale, minimum).mul_(scale).add_(minimum).sub_(self.groups).square_().sum(2, keepdim=True)
+        return self._average(self.integers(scale, minimum).mul_(scale).add_(minimum).sub_(self.groups).square_())
+
+    def _average(self, numbers: Tensor) -> Tensor:
+        return (numbers * self._share).sum(2, keepdim=True)
 
 
 def _halved(*tensors: Tensor) -> list[Tensor]:

@@ -54,8 +54,11 @@ class Quantized:
         return (groups if self.minima is None else groups + self.minima[:, :, None].float()).flatten(1)
 
 
-def quantize(weight: Tensor, kind: str, group: int = 32) -> Quantized:
-    """Round to nearest: int8 symmetrically, int4 as int4.py says. Raises ModelError for what int4 can't hold."""
+def quantize(weight: Tensor, kind: str, group: int = 32, importance: Tensor | None = None) -> Quantized:
+    """Round to nearest: int8 symmetrically, int4 as int4.py says. Raises ModelError for what int4 can't hold.
+
+    `importance` [K] is what int4's error in each column counts for, None where that isn't known.
+    """
     weight = weight.detach().float()
     if kind == "float32":
         return Quantized(kind, weight, None, 0)
@@ -64,7 +67,9 @@ def quantize(weight: Tensor, kind: str, group: int = 32) -> Quantized:
         return Quantized(kind, (weight / scales).round().to(torch.int8), scales, 0)
     assert kind == "int4", kind
     assert weight.shape[1] % group == 0
-    values, scales, minima = round_groups(weight.unflatten(1, (-1, group)))
+    values, scales, minima = round_groups(
+        weight.unflatten(1, (-1, group)), None if importance is None else importance.unflatten(0, (-1, group))
+    )
     return Quantized(kind, values.flatten(1), scales, group, minima)
 
 
