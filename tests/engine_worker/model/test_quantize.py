@@ -76,9 +76,8 @@ def test_int4_of_weights_on_no_grid_stays_within_the_stated_bounds(monkeypatch: 
     quantize = kernels.quantize
 
     def shuffled(weight: torch.Tensor, kind: str, importance: torch.Tensor | None = None) -> Quantized:
-        if kind != "int4":
+        if kind != "int4" or importance is None:  # None: the kernels' own trial
             return quantize(weight, kind)
-        assert importance is not None
         order = torch.randperm(weight.shape[1], generator=torch.Generator().manual_seed(1))
         found = quantize(weight[:, order], kind, importance=importance[order]).dequantize()
         return Quantized("float32", torch.empty_like(found).index_copy_(1, order, found), None, 0)
