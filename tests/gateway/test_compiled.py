@@ -29,7 +29,6 @@ TESTS = (
     "gateway/test_joining.py",
     "gateway/test_known_head.py",
     "gateway/test_marks.py",
-    "gateway/test_observe.py",
     "gateway/test_parse.py",
     "gateway/test_sse.py",
     "gateway/test_straight.py",
