@@ -7,6 +7,8 @@ there, what tests and debuggers see) and compiled, by
 
     python -m gateway.compiled            build into the cache folder: once for each state of the sources
     WARMGATE_COMPILED=0 warmgate serve    run without
+    python -m gateway.compiled --run loadtest.bench_index
+                                          run another module on the build
 
 A build is named by the digest of the sources that it was made of, so an edited file is never shadowed by a stale
 library: the server then runs as Python until the next build. Nothing is compiled while serving.
@@ -29,6 +31,7 @@ import importlib.machinery
 import importlib.util
 import os
 import platform
+import runpy
 import shutil
 import stat
 import subprocess
@@ -247,12 +250,16 @@ def _compile(work: Path) -> None:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    argparse.ArgumentParser(
+    parser = argparse.ArgumentParser(
         prog="python -m gateway.compiled",
         description="Compile the modules that every request runs through most to C, into the cache folder (takes about "
         "one to two minutes). `warmgate serve` uses the build while it is one of exactly these sources.",
         epilog=f"{VARIABLE}=0 makes a gateway run without.",
-    ).parse_args(argv)
+    )
+    parser.add_argument(
+        "--run", nargs=argparse.REMAINDER, metavar="MODULE ...", help="then run this module with its arguments on them"
+    )
+    told = parser.parse_args(argv).run
     try:
         if not folder().is_dir():
             print("compiling the gateway's busiest modules, which takes a minute or two ...", file=sys.stderr)
@@ -260,7 +267,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except CannotBuild as error:
         print(f"warmgate: the gateway runs as plain Python: {error}.", file=sys.stderr)
         return 1
-    print(f"compiled modules in {where}")
+    print(f"compiled modules in {where}", flush=True)
+    if told:
+        if not activate():
+            print(f"warmgate: the build is not used ({state()}).", file=sys.stderr)
+            return 1
+        sys.argv = told
+        runpy.run_module(told[0], run_name="__main__", alter_sys=True)
     return 0
 
 

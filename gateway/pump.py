@@ -66,7 +66,7 @@ class Pump:
         `push` raises."""
         connection, joiner = self._answer.connection, self._joiner
         connection.on_paused = self._on_paused
-        joiner.num_streams += 1
+        joiner.begins()
         try:
             self._guard.extend(Interrupt.STREAM_IDLE, self._last_at + self._idle_s)
             self._response.pipe(self)
@@ -75,7 +75,7 @@ class Pump:
             await self._ended
             return self._rest
         finally:
-            joiner.num_streams -= 1
+            joiner.ends()
             connection.on_paused = None
             self._ended.cancel()  # however it ended, it has
             self._response.unpipe()
@@ -83,7 +83,7 @@ class Pump:
 
     def on_data(self, data: bytes) -> None:
         now = time.monotonic()
-        elapsed_s = now - self._last_at
+        before, elapsed_s = self._last_at, now - self._last_at
         self._itl.observe(elapsed_s)
         self._last_at = now
         scanner = self._scanner
@@ -101,7 +101,7 @@ class Pump:
                 self._response.unpipe()
                 self._end(error)
                 return
-        pause_s = self._joiner.pause_s(now)
+        pause_s = self._joiner.pause_s(now, before)
         # After a pause a piece comes a little later than that.
         if pause_s and elapsed_s < 2 * pause_s and len(data) < _MUCH_BYTES:
             self._wait(now + pause_s)

@@ -1,5 +1,7 @@
 """`python -m loadtest.bench_index`: what a routing decision costs, and what a known block costs in memory.
 
+    python -m gateway.compiled --run loadtest.bench_index     as a gateway runs that was compiled
+
 A fleet is filled with long conversations that share a system prompt: every replica's mirror to the brim, a million
 blocks in all, prompts of about 100,000 tokens. Then next turns of them arrive, at half of what the replicas could
 prefill; first tokens and ends come when they are due, so requests wait and run as they would. Timed are
@@ -23,6 +25,7 @@ import tracemalloc
 from dataclasses import replace
 from statistics import median
 
+import policies.fleet
 from policies.events import Dispatched, Event, Finished, FirstToken, Joined
 from policies.fleet import FleetState
 from policies.registry import fleet_config, make_policy
@@ -172,7 +175,8 @@ def main() -> None:
     parser.add_argument("--requests", type=int, default=3000)
     options = parser.parse_args()
     prompt_blocks = max(options.prompt_tokens // BLOCK_TOKENS, SYSTEM_BLOCKS + TURN_BLOCKS)
-    print("us: min, p50, p99")
+    how = "as Python" if (policies.fleet.__file__ or "").endswith(".py") else "compiled"
+    print(f"us: min, p50, p99; {how}")
     print("replicas   blocks  prompt blocks             decide              record                 end  bytes a block")
     for num_replicas in options.replicas:
         num_bytes = bytes_a_block(num_replicas, options.blocks, options.policy)

@@ -109,6 +109,16 @@ def test_without_a_home_there_is_no_build(monkeypatch: pytest.MonkeyPatch) -> No
     assert run(code + "print(compiled.activate())").stdout == "False\n"
 
 
+def test_another_module_runs_on_the_build() -> None:
+    if not compiled.folder().is_dir():
+        pytest.skip("there is no build of these sources: python -m gateway.compiled")
+    small = ("--replicas", "2", "--blocks", "400", "--prompt-tokens", "1600", "--requests", "3")
+    command = (sys.executable, "-m", "gateway.compiled", "--run", "loadtest.bench_index", *small)
+    done = subprocess.run(command, capture_output=True, text=True, check=True, timeout=LIMIT_S)
+    assert "us: min, p50, p99; compiled" in done.stdout
+    assert done.stdout.splitlines()[-1].split()[0] == "2"
+
+
 def test_modules_that_are_imported_already_stay_what_they_are() -> None:
     code = "import policies.types\nfrom gateway import compiled\nprint(compiled.activate())"
     assert run(code, WARMGATE_COMPILED="1").stdout == "False\n"

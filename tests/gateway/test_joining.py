@@ -232,12 +232,20 @@ class Stream:
         self._order.append(self._name)
 
 
+def read(joiner: Joiner, num_read: int, now: float, num_streams: int | None = None) -> float:
+    """So many streams are read between a look and the next, at `now`; the pause of the last."""
+    joiner.num_streams = num_read if num_streams is None else num_streams
+    joiner._look_at = now
+    for _ in range(num_read - 1):
+        joiner.pause_s(now - 0.001, -1.0)
+    return joiner.pause_s(now, -1.0)
+
+
 async def test_pauses_end_in_turn_by_themselves():
     joiner = Joiner(0.01, busy_share=0.0, reads_per_s=1000.0)
-    joiner.num_streams = 5
     now = asyncio.get_running_loop().time()
     order: list[str] = []
-    assert joiner.pause_s(now + 1) == 0.005
+    assert read(joiner, 5, now + 1) == 0.005
     for number in range(3):
         joiner.add(Stream(f"{number}", order), now + 0.005 * number)
         joiner.check_invariants()
@@ -250,24 +258,48 @@ async def test_pauses_end_in_turn_by_themselves():
 async def test_a_pause_is_a_streams_share_of_all_reads_and_has_a_bound():
     joiner = Joiner(0.01, busy_share=0.0, reads_per_s=1000.0)
     now = asyncio.get_running_loop().time()
-    pauses = []
-    for seconds, joiner.num_streams in enumerate((1, 4, 10, 100)):
-        pauses.append(joiner.pause_s(now + 1 + seconds))
+    pauses = [read(joiner, num_streams, now + 1 + number) for number, num_streams in enumerate((1, 4, 10, 100))]
     assert pauses == [0.0, 0.004, 0.01, 0.01], "what is too short for a timer is none"
+
+
+async def test_streams_of_which_nothing_comes_keep_nobody_waiting():
+    """Nor do those that have ended; and one that is read often counts once."""
+    joiner = Joiner(1.0, busy_share=0.0, reads_per_s=1000.0)
+    now = asyncio.get_running_loop().time() + 1
+    assert read(joiner, 4, now) == 0.004
+    joiner.num_streams = 1000
+    before = now
+    for number in range(1, 4):
+        assert joiner.pause_s(now + 0.01 * number, before) == 0.004
+        before = now + 0.01 * number
+    for _ in range(4):
+        assert joiner.pause_s(now + 0.04, now - 0.05) == 0.004
+    assert joiner.pause_s(now + 0.06, before) == 0.005
+    assert read(joiner, 20, now + 1, num_streams=3) == 0.003
+
+
+async def test_a_stream_counts_from_its_beginning_on():
+    joiner = Joiner(1.0, busy_share=0.0, reads_per_s=1000.0)
+    now = asyncio.get_running_loop().time() + 1
+    read(joiner, 4, now)
+    for _ in range(6):
+        joiner.begins()
+    joiner.ends()
+    assert joiner.pause_s(now + 0.06, now + 0.03) == 0.006
+    joiner.check_invariants()
 
 
 def test_streams_pause_while_the_thread_is_busy_and_a_while_longer(monkeypatch):
     cpu_s = 0.0
     monkeypatch.setattr(time, "thread_time", lambda: cpu_s)
     joiner = Joiner(0.01)
-    joiner.num_streams = 100
     now = time.monotonic() + 10
     shares = (0.0, 0.4, 0.6, 0.3, 0.6, 0.2, 0.4)
     pauses = []
     for share in shares:
         now += 0.1
         cpu_s += 0.1 * share
-        pauses.append(joiner.pause_s(now) > 0)
+        pauses.append(read(joiner, 100, now) > 0)
     assert pauses == [False, False, True, True, True, False, False]
 
 
