@@ -7,10 +7,10 @@ the gateway is late anyway, and is one piece in the end. Nothing is held in the 
 the order, not what is known to be sent, not what happens to whoever breaks off.
 
 A pause is a stream's share of a budget: `n` streams are read _READS_PER_S times a second together, so each pauses for
-n / _READS_PER_S seconds, `join_s` at most. Only those count that something came of in the last moment: a thousand that
-wait for a slow client or a slow replica cost no reads, and nobody need wait on their account. A stream whose pieces are
-further apart anyway does not pause, and none does while the loop's thread has slept for most of the last moment: its
-CPU clock is read a few times a second.
+n / _READS_PER_S seconds, `join_s` at most. Only those under way count that something came of in the last moment: a
+thousand that wait for a slow client or a slow replica cost no reads, and nobody need wait on their account. A stream
+whose pieces are further apart anyway does not pause, and none does while the loop's thread has slept for most of the
+last moment: its CPU clock is read a few times a second.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Joiner:
         self._reads_per_s = reads_per_s
         self._busy_share = busy_share
         self._is_busy = False
-        self._num_read = 0  # streams, since the last look
+        self._num_read = 0  # streams under way that began or were read since the last look
         self._pause_s = 0.0
         self._looked_at = self._look_at = time.monotonic()
         self._cpu_s = time.thread_time()
@@ -74,12 +74,15 @@ class Joiner:
         self.num_pauses = 0
 
     def begins(self) -> None:
-        """Another stream is under way."""
+        """Another stream is under way, from now on."""
         self.num_streams += 1
         self._num_read += 1
 
-    def ends(self) -> None:
+    def ends(self, last: float) -> None:
+        """One is no longer. It began, or was told of in `pause_s`, `last`."""
         self.num_streams -= 1
+        if last > self._looked_at:
+            self._num_read -= 1
 
     def pause_s(self, now: float, before: float) -> float:
         """How long a stream that was read `now`, and last `before`, should not be read again; 0: not at all."""
@@ -94,8 +97,7 @@ class Joiner:
         if elapsed_s > 0:
             share = (cpu_s - self._cpu_s) / elapsed_s
             self._is_busy = share >= (self._busy_share / 2 if self._is_busy else self._busy_share)
-        num_flowing = min(self._num_read, self.num_streams)  # some have ended
-        pause_s = min(self._join_s, num_flowing / self._reads_per_s) if self._is_busy else 0.0
+        pause_s = min(self._join_s, self._num_read / self._reads_per_s) if self._is_busy else 0.0
         self._pause_s = pause_s if pause_s >= _LEAST_S else 0.0
         self._cpu_s, self._looked_at, self._look_at = cpu_s, now, now + _LOOK_S
         self._num_read = 0
@@ -121,5 +123,5 @@ class Joiner:
 
     def check_invariants(self) -> None:
         assert (self._timer is None) == (not self._paused)
-        assert self.num_streams >= 0
+        assert 0 <= self._num_read <= self.num_streams
         assert self._pause_s <= self._join_s

@@ -38,6 +38,7 @@ class Pump:
         "_joiner",
         "_last_at",
         "_push",
+        "_read_at",
         "_response",
         "_rest",
         "_scanner",
@@ -57,7 +58,7 @@ class Pump:
         self._joiner = joiner
         self._is_stalled = False  # the client reads too slowly
         self._is_waiting = False  # for what may be joined
-        self._last_at = time.monotonic()
+        self._last_at = self._read_at = time.monotonic()  # the latter as the joiner was told
         self._rest = b""
         self._ended: asyncio.Future[None] = asyncio.get_running_loop().create_future()
 
@@ -75,7 +76,7 @@ class Pump:
             await self._ended
             return self._rest
         finally:
-            joiner.ends()
+            joiner.ends(self._read_at)
             connection.on_paused = None
             self._ended.cancel()  # however it ended, it has
             self._response.unpipe()
@@ -83,7 +84,7 @@ class Pump:
 
     def on_data(self, data: bytes) -> None:
         now = time.monotonic()
-        before, elapsed_s = self._last_at, now - self._last_at
+        elapsed_s = now - self._last_at
         self._itl.observe(elapsed_s)
         self._last_at = now
         scanner = self._scanner
@@ -101,7 +102,8 @@ class Pump:
                 self._response.unpipe()
                 self._end(error)
                 return
-        pause_s = self._joiner.pause_s(now, before)
+        pause_s = self._joiner.pause_s(now, self._read_at)
+        self._read_at = now
         # After a pause a piece comes a little later than that.
         if pause_s and elapsed_s < 2 * pause_s and len(data) < _MUCH_BYTES:
             self._wait(now + pause_s)

@@ -232,13 +232,16 @@ class Stream:
         self._order.append(self._name)
 
 
-def read(joiner: Joiner, num_read: int, now: float, num_streams: int | None = None) -> float:
-    """So many streams are read between a look and the next, at `now`; the pause of the last."""
-    joiner.num_streams = num_read if num_streams is None else num_streams
+def read(joiner: Joiner, num_read: int, now: float) -> float:
+    """So many streams begin, and one of them is read at `now`, when it is time for a look; its pause. Then they end."""
     joiner._look_at = now
-    for _ in range(num_read - 1):
-        joiner.pause_s(now - 0.001, -1.0)
-    return joiner.pause_s(now, -1.0)
+    for _ in range(num_read):
+        joiner.begins()
+    pause_s = joiner.pause_s(now, now - 0.001)
+    for _ in range(num_read):
+        joiner.ends(now - 0.001)
+    joiner.check_invariants()
+    return pause_s
 
 
 async def test_pauses_end_in_turn_by_themselves():
@@ -262,30 +265,22 @@ async def test_a_pause_is_a_streams_share_of_all_reads_and_has_a_bound():
     assert pauses == [0.0, 0.004, 0.01, 0.01], "what is too short for a timer is none"
 
 
-async def test_streams_of_which_nothing_comes_keep_nobody_waiting():
-    """Nor do those that have ended; and one that is read often counts once."""
+async def test_only_streams_that_flow_have_a_share_of_the_reads():
     joiner = Joiner(1.0, busy_share=0.0, reads_per_s=1000.0)
-    now = asyncio.get_running_loop().time() + 1
-    assert read(joiner, 4, now) == 0.004
-    joiner.num_streams = 1000
-    before = now
-    for number in range(1, 4):
-        assert joiner.pause_s(now + 0.01 * number, before) == 0.004
-        before = now + 0.01 * number
-    for _ in range(4):
-        assert joiner.pause_s(now + 0.04, now - 0.05) == 0.004
-    assert joiner.pause_s(now + 0.06, before) == 0.005
-    assert read(joiner, 20, now + 1, num_streams=3) == 0.003
-
-
-async def test_a_stream_counts_from_its_beginning_on():
-    joiner = Joiner(1.0, busy_share=0.0, reads_per_s=1000.0)
-    now = asyncio.get_running_loop().time() + 1
-    read(joiner, 4, now)
-    for _ in range(6):
+    start = asyncio.get_running_loop().time() + 1
+    for _ in range(100):
         joiner.begins()
-    joiner.ends()
-    assert joiner.pause_s(now + 0.06, now + 0.03) == 0.006
+    assert joiner.pause_s(start, start - 0.5) == 0.1, "a stream counts from its beginning on"
+    for _ in range(5):  # of the others comes nothing
+        assert joiner.pause_s(start + 0.01, start - 2) == 0.1
+    for _ in range(9):  # nor is one that is read often more than one
+        assert joiner.pause_s(start + 0.02, start + 0.01) == 0.1
+    for _ in range(20):  # nor do those count that come and go
+        joiner.begins()
+        joiner.ends(start + 0.03)
+    assert joiner.pause_s(start + 0.06, start + 0.02) == 0.005
+    joiner.ends(start)
+    assert joiner.pause_s(start + 0.2, start + 0.06) == 0.0, "what is too short for a timer is none"
     joiner.check_invariants()
 
 
