@@ -121,6 +121,8 @@ class ControlClient:
             raise PollError(f"{path}: no answer in {timeout_s or self._timeout_s:g} s", timed_out=True) from error
         except (httpx.HTTPError, httpx.InvalidURL) as error:
             raise PollError(f"{path}: {error or type(error).__name__}") from error
+        except AttributeError as error:  # so anyio says on uvloop that a connection was reset as soon as it was made
+            raise PollError(f"{path}: the connection was reset at once ({error})") from error
 
 
 class _Model(msgspec.Struct, frozen=True):

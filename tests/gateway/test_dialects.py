@@ -383,3 +383,14 @@ async def test_a_closed_monitor_leaves_no_task_behind():
     async with Fleet(ENGINES["generic"][0]) as fleet:
         await until(lambda: fleet.replica.joined)
     assert len(asyncio.all_tasks()) == before
+
+
+async def test_a_connection_that_is_reset_at_once_is_a_failed_poll() -> None:
+    """By a replica that dies then. anyio finds no socket where uvloop has closed it by then."""
+
+    def gone(request: httpx.Request) -> httpx.Response:
+        raise AttributeError("'NoneType' object has no attribute 'getpeername'")
+
+    async with httpx.AsyncClient(transport=httpx.MockTransport(gone)) as client:
+        with pytest.raises(PollError, match="/v1/models: the connection was reset at once"):
+            await ControlClient(client, "http://r:1", 1.0, None, None).get("/v1/models")
