@@ -11,7 +11,7 @@ from torch import nn
 from engine_worker.config import EngineConfig
 from engine_worker.model import attention
 from engine_worker.model.checkpoint import load_checkpoint
-from engine_worker.model.importance import MAX_TOKENS, importance_from, importance_of, measure_importance
+from engine_worker.model.importance import MAX_TOKENS, MIN_TOKENS, importance_from, importance_of, measure_importance
 from engine_worker.model.native.kernels import quantize
 from tests.engine_worker.model.checkpoints import save_checkpoint
 
@@ -74,9 +74,23 @@ def test_one_huge_token_counts_as_a_usual_one() -> None:
     assert 0.5 <= found[3] / usual[3] <= 2
 
 
-@pytest.mark.parametrize("x", [torch.zeros(1, 5, 8), torch.zeros(1, 0, 8), torch.full((1, 2, 8), torch.nan)], ids=str)
+@pytest.mark.parametrize("x", [torch.zeros(1, 99, 8), torch.zeros(1, 0, 8), torch.full((1, 99, 8), torch.nan)], ids=str)
 def test_inputs_that_tell_nothing_leave_no_importance(x: torch.Tensor) -> None:
     assert importance_from(x) is None
+
+
+def test_few_tokens_leave_no_importance() -> None:
+    """One token's inputs say so little about the next ones' that weighing by them makes int4 worse."""
+    x, weight = _random(2000, 128), _random(64, 128, seed=1)
+    plain = quantize(weight, "int4").dequantize()
+
+    def error(found: torch.Tensor) -> float:
+        return float((x @ (found - weight).T).square().sum())
+
+    first = x[0].square() + 1e-3
+    assert error(quantize(weight, "int4", importance=first).dequantize()) > 1.2 * error(plain)
+    assert importance_from(x[: MIN_TOKENS - 1]) is None
+    assert importance_from(x[:MIN_TOKENS]) is not None
 
 
 def test_a_model_reads_once_and_is_left_as_it_was(tmp_path: Path) -> None:
