@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import secrets
 
 from loadtest.conformance.checks import check, expect, same
 from loadtest.conformance.streams import forced
@@ -205,8 +206,9 @@ def _(t: Target) -> None:
 @check("sampling", "cache_salt is accepted, and keeps caches apart")
 def _(t: Target) -> None:
     text = "Some long enough prompt about nothing in particular, with many words. " * 12
-    t.chat(text, max_tokens=1, cache_salt="one")
-    usage = t.chat(text, max_tokens=1, cache_salt="another")["usage"]
+    run = secrets.token_hex(8)  # an engine may have been asked before
+    t.chat(text, max_tokens=1, cache_salt=f"{run} one")
+    usage = t.chat(text, max_tokens=1, cache_salt=f"{run} another")["usage"]
     same((usage.get("prompt_tokens_details") or {}).get("cached_tokens"), 0, "cached_tokens under another salt")
 
 
