@@ -23,6 +23,7 @@ class ChoiceCalls:
 
     def __init__(self, use: ToolUse) -> None:
         self._parser = use.parser()
+        self._only_calls = use.only_calls
         self._content = ""
         self._calls: list[Json] = []
         self._num_ended = 0
@@ -36,6 +37,8 @@ class ChoiceCalls:
         for event in events:
             match event:
                 case Content(text=content):
+                    if self._only_calls:
+                        continue
                     self._content += content
                     _join_content(deltas, content)
                 case Begin(name=name):
@@ -62,6 +65,7 @@ class ChoiceCalls:
         message: Json = {"role": "assistant", "content": self._content, "refusal": None}
         if calls:
             message["tool_calls"] = calls
+        if calls or self._only_calls:
             message["content"] = self._content or None
         return message
 

@@ -60,6 +60,7 @@ class ToolUse:
     response_template: dict[str, Any] | None = None  # read by it, instead of by the style
     prefix: str = ""  # the end of the prompt, for the response template
     may_repeat: bool = True  # a call that was there before
+    only_calls: bool = False  # by constraint: text beside them is a call that was cut off before its name
 
     def parser(self) -> ToolParser | TemplateParser:
         if self.response_template is not None:
@@ -127,6 +128,7 @@ class ToolPlanner:
             {f.name: f.parameters for f in functions},
             1 if one_only else None,
             may_repeat=choice != "required" or one_only or style.is_named or bool(request.parallel_tool_calls),
+            only_calls=choice != "auto",
         )
         calls = _Calls(style, functions, 1 if one_only else MAX_FORCED_CALLS, self._mark)
         if choice != "auto":

@@ -115,6 +115,22 @@ def test_forced_calls_are_calls_whatever_the_model_says(template: str, choice: A
     assert num_ended >= 3
 
 
+@pytest.mark.parametrize("template", TEMPLATES)
+def test_a_forced_call_that_is_cut_off_is_no_text(template: str) -> None:
+    """Wherever max_tokens cuts: complete calls are there, and nothing else is."""
+    use, grammar = plan(template, tool_choice="required", parallel_tool_calls=True)
+    assert use is not None
+    text = next(text for seed in range(100) if (text := written(grammar, seed)[0]) and len(text) > 40)
+    for end in range(len(text)):
+        message = read(use, text[:end])
+        assert message["content"] is None
+        for call in message.get("tool_calls", []):
+            assert isinstance(json.loads(call["function"]["arguments"]), dict)
+        calls = ChoiceCalls(use)
+        deltas = [delta for at in range(end) for delta in calls.push(text[at], is_end=at == end - 1)]
+        assert not any("content" in delta for delta in deltas)
+
+
 @pytest.mark.parametrize("parallel", [{}, {"parallel_tool_calls": True}, {"parallel_tool_calls": False}], ids=str)
 def test_one_function_may_be_called_several_times_unless_the_client_wants_one_call(parallel: dict[str, bool]) -> None:
     """Absent means true, as at OpenAI; but for repeats, which are kept only where they are asked for by name."""
